@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import execute, parse_blocks
+from llm_datadist._native import OperationMeter, Timer, execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.initiator import TransferOp, _current
 from llm_datadist.cache_manager import CacheManager
@@ -82,7 +82,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     ends, far, near = remote.pair, remote.geometry, local.geometry
     plan = ends.block_planner(far, near, layers).plan(to, of)
     pool, connection = engine._copy_pool, link_.connection
-    op = TransferOp(name, local, lambda _: plan, deadline, "")
+    op = TransferOp(name, local, lambda _: plan, deadline, "", Timer(OperationMeter()))
 
     def move() -> None:
         one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers)

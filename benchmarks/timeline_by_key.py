@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 from benchmarks.two_ends import two_ends
 from llm_datadist import CacheDesc, CacheKey, DataType
 from llm_datadist._links import channel as channels
-from llm_datadist._links.channel import Channel
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Release, Resolve
 from llm_datadist._transfer import initiator as initiators
@@ -90,13 +89,13 @@ def watch_target(world: World) -> None:
     handlers: dict[type, Callable[..., None]] = engine.links._handlers
     handlers[Resolve] = _wrap(handlers[Resolve], "target: resolve is decoded", "target: resolve is done")
     handlers[Release] = _wrap(handlers[Release], "target: release is decoded", "target: release is done")
-    _replace(Channel, "_write", "target: answer is encoded", "target: answer is sent")
+    _replace(channels, "send_now", "target: answer is encoded", "target: answer is sent")
 
 
 def watch_initiator(world: World) -> None:
     """Note the steps of the initiator."""
     _replace(Initiator, "run", "initiator: arguments are checked, the cache is held", None)
-    _replace(Channel, "_write", "initiator: message is encoded", "initiator: message is sent")
+    _replace(channels, "send_now", "initiator: message is encoded", "initiator: message is sent")
     _replace(channels, "receive", "initiator: waits", "initiator: answer is received")
     _replace(Link, "request", None, "initiator: answer is decoded")
     _replace(initiators, "open_answer", None, "initiator: answer is opened and mapped")

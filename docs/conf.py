@@ -40,10 +40,10 @@ napoleon_use_rtype: Final = False
 
 
 def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Give what has no source of its own that of its class, and make sources links to docs/interface.md."""
+    """Give what has no source of its own that of its class or module; make sources links to docs/interface.md."""
     text = "\n".join(lines)
     if "Source:" not in text and "extension" not in text.lower():
-        if what in ("attribute", "property", "method"):
+        if what in ("attribute", "property", "method", "function"):
             owner = inspect.getdoc(_owner(name)) or ""
             lines += ["", *[line.strip() for line in owner.splitlines() if "Source:" in line], ""]
         elif what == "exception":
@@ -54,7 +54,7 @@ def _add_source(app: Sphinx, what: str, name: str, obj: object, options: object,
 
 
 def _owner(name: str) -> object:
-    """Return the class of a documented member, by the member's dotted name."""
+    """Return the class or module of a documented member, by the member's dotted name."""
     module, _, cls = name.rpartition(".")[0].rpartition(".")
     return getattr(import_module(module), cls, None)
 

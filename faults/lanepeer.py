@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE, RegionDescriptor
+from llm_datadist._memory.exports import NON_POOL, RegionDescriptor
 from llm_datadist._native import Tensors
 from llm_datadist._transport import lanes as wire
 from llm_datadist._transport.connection import RemoteTensors
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
-from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, LocalPeer, PeerChild, PeerProcess, child_main
+from llm_datadist.testing.peers import NON_POOL_BYTES, REGION_BYTES, LocalPeer, PeerChild, PeerProcess, child_main
 
 
 class Handles:
@@ -54,8 +54,8 @@ class MemoryHandler:
 
     def _base(self, region: int, offset: int, extent: int) -> int:
         start = self._peer.address(region)
-        offset = offset - start if region == PRIVATE else offset
-        limit = PRIVATE_BYTES if region == PRIVATE else REGION_BYTES[region]
+        offset = offset - start if region == NON_POOL else offset
+        limit = NON_POOL_BYTES if region == NON_POOL else REGION_BYTES[region]
         if not 0 <= offset <= limit - extent:
             raise ParamError(f"region {region} has no {extent} bytes at {offset}")
         return start + offset

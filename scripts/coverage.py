@@ -42,7 +42,7 @@ def entries() -> dict[str, list[str]]:
         "Status codes": [f"LLMStatusCode.{name}" for name in LLMStatusCode.__members__],
         "Options": sorted([*config.OPTIONS, "ge.session_device_id", *config.CPP_NAMES]),
         "Helpers and older module paths": [
-            *sorted(f"compat.{name}" for name in compat.__all__ if name.islower()),
+            *sorted(f"compat.{name}" for name, each in vars(compat).items() if _is_public(each, compat.__name__)),
             *_older(),
         ],
         "Rulings and invariants": [number for number in rulings if number not in _UNTESTED],
@@ -57,6 +57,10 @@ def _older() -> list[str]:
     names = [path.relative_to(source).with_suffix("").as_posix().replace("/", ".") for path in files]
     single = ["llm_datadist.configs", "llm_datadist.data_type", "llm_datadist.status"]
     return sorted([*names, *single, "llm_datadist_v1", "llm_datadist_wrapper"])
+
+
+def _is_public(value: object, module: str) -> bool:
+    return getattr(value, "__module__", "") == module and not getattr(value, "__name__", "_").startswith("_")
 
 
 def _is(value: object, base: type) -> bool:

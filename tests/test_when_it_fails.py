@@ -124,11 +124,13 @@ class Stage:
         self.end.do(residue_of)  # it sees what is left here afterwards
         return self.leaving.enter_context(context)
 
-    def links(self, port: int | None, cluster_id: int = 1, /, ip: str = "127.0.0.1", **extra: str) -> None:
-        """Link an end of this process to that port; the log says what came of it."""
+    def links(
+        self, port: int | None, cluster_id: int = 1, timeout: int = 60_000, ip: str = "127.0.0.1", /, **extra: str
+    ) -> None:
+        """Link an end of this process to that port, in ``timeout`` ms; the log says what came of it."""
         end = self.end
         end.start("DECODER", 2, extra=extra, **small_pool())
-        end.do(link, [info(cluster_id, port, ip=ip)], 500)
+        end.do(link, [info(cluster_id, port, ip=ip)], timeout)
 
 
 #: Those of one call; :func:`scene` has the others. By a part of the cell of the page.
@@ -139,7 +141,7 @@ SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "memory_size is": lambda stage: init(stage, mem_pool_cfg=f'{{"memory_size": {1 << 46}}}'),
     "unknown to this version": lambda stage: stage.end.start("PROMPT", 1, extra={"llm.Tranport": "shm"}),
     "Connection refused": lambda stage: stage.links(free_port()),
-    "link to ...: no answer": lambda stage: stage.links(stage.enter(silent_port())),
+    "link to ...: no answer": lambda stage: stage.links(stage.enter(silent_port()), 1, 500),
     "the listener at": lambda stage: stage.links(stage.listens(), 3),
     "RemoteCacheAccessible differs": lambda stage: stage.links(stage.listens(**ACCESSIBLE)),
     "cannot reach the peer": lambda stage: stage.links(stage.family("auto").born("PROMPT", 1).port, **INPROC),
@@ -205,7 +207,7 @@ def _(stage: Stage) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     stage.patch.setattr(socket, "getaddrinfo", unknown)
-    stage.links(26000, ip="prefill.test")
+    stage.links(26000, 1, 60_000, "prefill.test")
 
 
 @scene("looking up")
@@ -213,7 +215,7 @@ def _(stage: Stage) -> None:
     over = threading.Event()
     stage.leaving.callback(over.set)
     stage.patch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
-    stage.links(26000, ip="prefill.test")
+    stage.links(26000, 1, 500, "prefill.test")
 
 
 @scene("there are")

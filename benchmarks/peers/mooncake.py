@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from llm_datadist.bench.contenders import why_not_importable
 from llm_datadist.bench.contenders.base import Contender, Facts
-from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.workload import BenchWorkload, Op
+from llm_datadist.bench.workload import BenchWorkload, Op, private_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

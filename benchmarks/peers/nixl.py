@@ -21,8 +21,7 @@ import numpy as np
 
 from llm_datadist.bench.contenders import why_not_importable
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.workload import BenchWorkload, Op
+from llm_datadist.bench.workload import BenchWorkload, Op, private_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

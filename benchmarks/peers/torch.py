@@ -13,8 +13,7 @@ import numpy as np
 
 from llm_datadist.bench.contenders import why_not_importable
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.memory import tensors_like
-from llm_datadist.bench.workload import BenchWorkload, Op
+from llm_datadist.bench.workload import BenchWorkload, Op, tensors_like
 
 if TYPE_CHECKING:
     from llm_datadist.bench.workload import Bytes

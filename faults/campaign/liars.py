@@ -33,7 +33,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import new_share
 from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER
 from llm_datadist._native import Plan, encode_request, plan_row
-from llm_datadist._transfer.handles import encode_handle
+from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from llm_datadist.errors import LLMException
 
@@ -185,7 +185,7 @@ class _Liar(Stranger):
             return
         write = self._rng.random() < 0.5
         nbytes, at = self._rng.choice((8, 512)), self._rng.choice((0, 512, 2**40))
-        handle = encode_handle(named[0], self._rng.choice((0, 0, *self._pins)), named[1])
+        handle = encode_handle(Handle(named[0], self._rng.choice((0, 0, *self._pins)), named[1]))
         plan = Plan(0, 0, 2, plan_row(at, at, nbytes), False, 2 * nbytes)
         meta = encode_request(handle, self._rng.choice((4096, 12288, 2**40)), plan, write)
         payload = b"\xee" * (2 * nbytes) if write else b""

@@ -59,7 +59,7 @@ class Epoch:
 
     def __str__(self) -> str:
         words = [self.transport, "rca" if self.rca else "keys", "checksums" if self.checksum else "no checksums"]
-        words += ["harmed bytes"] * self.harmed + ["private memory"] * self.private
+        words += ["harmed bytes"] * self.harmed + ["non-pool memory"] * self.private
         shape = f"{self.shape.tensors}x{self.shape.rows}x{self.shape.words * 8} B"
         return f"epoch {self.number}: {', '.join(words)}, {shape}, {self.sync_ms} ms, {len(self.relayed)} relays"
 

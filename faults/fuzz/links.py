@@ -125,7 +125,8 @@ def join(
                 renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
             connection = meeting.open()
             origin = LinkOrigin(False, 0, sequence)
-            engine.links.install(NewLink(peer, connection, meeting.choice, origin, sock, b"", tls=tls, renewal=renewal))
+            link = Link(peer, connection, meeting.choice, origin, renewal)
+            engine.links.install(NewLink(link, sock, b"", tls=tls))
         return engine.links.get(_STRANGER)
 
     return stage.probe.on_control(install)

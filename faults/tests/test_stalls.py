@@ -90,7 +90,7 @@ def test_what_cannot_be_stalled_is_refused(local_pair: Pair) -> None:
 def test_over_tcp_what_was_used_once_moves_while_the_owner_answers_nothing_until_it_is_freed(
     tcp_pair: Pair, verb: str
 ) -> None:
-    """A standing grant: the threads of the owner's lanes answer alone, its control thread does not run."""
+    """A cached reply: the threads of the owner's lanes answer alone, its control thread does not run."""
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     tcp_pair.start(sync_kv_timeout=2000, rca=verb == "push_blocks", extra=PATIENT)
     theirs = prompt.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 1)

@@ -47,7 +47,6 @@ def check_type(name: str, value: object, types: tuple[type[T], type[U]]) -> T | 
 @overload
 def check_type(name: str, value: object, types: tuple[type[T], type[U], type[V]]) -> T | U | V: ...
 def check_type(name: str, value: object, types: type | tuple[type, ...]) -> Any:
-    """Return ``value``, an instance of ``types``."""
     if isinstance(value, types):
         return value
     raise type_error(name, value, types)
@@ -83,15 +82,8 @@ check_int64 = _integer_check("int64", -(2**63), 2**63 - 1)
 check_int32 = _integer_check("int32", -(2**31), 2**31 - 1)
 
 
-def _check_container(name: str, value: object, tuple_ok: bool) -> list[Any] | tuple[Any, ...]:
-    if isinstance(value, list) or (tuple_ok and isinstance(value, tuple)):
-        return value
-    raise type_error(name, value, (list, tuple) if tuple_ok else list)
-
-
-def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = False) -> list[T] | tuple[T, ...]:
-    """Return ``value``, a list, or with ``tuple_ok`` a tuple, of ``inner``."""
-    items = _check_container(name, value, tuple_ok)
+def check_list(name: str, value: object, inner: type[T]) -> list[T] | tuple[T, ...]:
+    items: list[T] | tuple[T, ...] = check_type(name, value, (list, tuple))
     for i, item in enumerate(items):
         if not isinstance(item, inner):
             raise type_error(f"{name}[{i}]", item, inner, _INNER)
@@ -99,8 +91,8 @@ def check_list(name: str, value: object, inner: type[T], *, tuple_ok: bool = Fal
 
 
 def check_uint64_list(name: str, value: object, *, tuple_ok: bool = True) -> list[int]:
-    """Return the elements as a new list of ints in [0, 2**64)."""
-    items = _check_container(name, value, tuple_ok)
+    """Return the elements of a list, or with ``tuple_ok`` of a tuple, as a new list of ints in [0, 2**64)."""
+    items = check_type(name, value, (list, tuple)) if tuple_ok else check_type(name, value, list)
     # Elements get a name only for an error.
     return [
         x if type(x) is int and 0 <= x <= INVALID_ID else check_uint64(f"{name}[{i}]", x) for i, x in enumerate(items)
@@ -108,7 +100,6 @@ def check_uint64_list(name: str, value: object, *, tuple_ok: bool = True) -> lis
 
 
 def check_dict(name: str, value: object, key: type[T], inner: type[U]) -> dict[T, U]:
-    """Return ``value``, a dict from ``key`` to ``inner``."""
     if not isinstance(value, dict):
         raise type_error(name, value, dict)
     for k, v in value.items():
@@ -205,7 +196,6 @@ def is_digits(text: str) -> bool:
 
 
 def check_rule(condition: object, text: str) -> None:
-    """Raise ParamError unless ``condition`` is true."""
     if not condition:
         raise ParamError(text)
 
@@ -230,7 +220,6 @@ def require_intact(condition: object, text: str) -> None:
 
 
 def check_enabled(condition: object, text: str) -> None:
-    """Raise ``LLM_FEATURE_NOT_ENABLED`` unless ``condition`` is true."""
     if not condition:
         raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 

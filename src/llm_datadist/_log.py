@@ -35,7 +35,10 @@ def apply_environment(environ: Mapping[str, str] = os.environ) -> None:
     level = _level(environ, LOG_VARIABLE, _NAMES, "debug, info, warning or error")
     if level is not None:
         logger.setLevel(level)
-        logger.addHandler(_stderr())
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        logger.addHandler(handler)
 
 
 def _level(environ: Mapping[str, str], variable: str, levels: Mapping[str, int], known: str) -> int | None:
@@ -45,13 +48,6 @@ def _level(environ: Mapping[str, str], variable: str, levels: Mapping[str, int],
     if value and level is None:
         logger.warning("%s=%r ignored: %s", variable, value, known)
     return level
-
-
-def _stderr() -> logging.Handler:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
-    handler.addFilter(lambda record: not logging.getLogger().handlers)
-    return handler
 
 
 apply_environment()

@@ -39,8 +39,6 @@ def _parse_flag(name: str, text: str) -> bool:
 
 
 def whole(low: int, high: int) -> Kind[int]:
-    """Return the kind of a whole number within bounds."""
-
     def parse(name: str, text: str) -> int:
         if not is_digits(text) or not low <= int(text) <= high:
             raise ParamError(f"{name}: {text!r} is no whole number in [{low}, {high}]")
@@ -98,10 +96,9 @@ def _parse_users(name: str, text: str) -> frozenset[int]:
 def parse_json(name: str, text: str) -> object:
     """Return the value of a JSON text. Raises ParamError with ``name`` and the place of the error."""
     try:
-        value: object = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ParamError(f"{name}: {text[:200]!r} is not valid JSON ({error})") from None
-    return value
 
 
 def _integer(name: str, fields: dict[str, Any], field: str) -> int:
@@ -126,7 +123,6 @@ class PoolOptions:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page."""
         return 1 << self.page_shift
 
     @classmethod

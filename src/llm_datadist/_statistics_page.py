@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from llm_datadist._log import logger
+from llm_datadist._memory.segment import new_memfd
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterator
 
     from llm_datadist.metrics import Statistics
-
-__all__ = ["PAGE_VERSION", "Instance", "PageError", "StatisticsPage", "instances", "read_page"]
 
 _NAME: Final = "llm-datadist-statistics"
 _MAGIC: Final = b"lldd-sta"
@@ -55,7 +54,7 @@ class StatisticsPage:
         self._cluster_id, self._content = cluster_id, content
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = new_memfd(_NAME)
         try:
             os.fchmod(self.fd, 0o600)
             os.ftruncate(self.fd, _CAPACITY)
@@ -77,7 +76,6 @@ class StatisticsPage:
             self._timer.cancel()
 
     def write(self) -> None:
-        """Publish the present statistics."""
         role, now = self._content()
         body = _encode(role, now, truncated=False)
         if len(body) > _CAPACITY - _HEADER.size:

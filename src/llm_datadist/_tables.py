@@ -22,9 +22,8 @@ def columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 def show_table(title: str, rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
     """Print rows (column name -> cell) as a table, or, if it is too wide, as lists of cells."""
-    console = Console(
-        file=stream, highlight=False, markup=False, emoji=False, width=None if stream.isatty() else _PIPE_WIDTH
-    )
+    width = None if stream.isatty() else _PIPE_WIDTH
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in (names := columns(rows)):
         figures = all(cell[0] in "0123456789<-" for row in rows if (cell := row.get(name)))

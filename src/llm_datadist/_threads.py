@@ -28,7 +28,7 @@ class Threads(AbstractContextManager["Threads"]):
     def __init__(self, limit: int, name: str) -> None:
         self._limit = limit
         self._name = name
-        self._queue: SimpleQueue[_Work[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Work[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()  # protects the rest
         self._threads: list[threading.Thread] = []
         self._free = 0  # threads, less their work
@@ -41,7 +41,7 @@ class Threads(AbstractContextManager["Threads"]):
             LLMException: No thread can be started (``LLM_FAILED``); the work is not done.
             RuntimeError: After :meth:`shutdown`.
         """
-        work = _Work(partial(function, *args))
+        work = Work(partial(function, *args))
         with self._lock:
             if self._stopped:
                 raise RuntimeError("no work is taken after shutdown")
@@ -56,7 +56,7 @@ class Threads(AbstractContextManager["Threads"]):
         try:
             return self.submit(function, *args)
         except LLMException:
-            work = _Work(partial(function, *args))
+            work = Work(partial(function, *args))
             work.run()
             return work.future
 
@@ -94,7 +94,7 @@ class Threads(AbstractContextManager["Threads"]):
             del work  # it may hold memory that its caller wants to free
 
     @hold_signals
-    def _do(self, work: _Work[Any]) -> None:
+    def _do(self, work: Work[Any]) -> None:
         work.run()
         with self._lock:
             self._free += 1
@@ -103,7 +103,7 @@ class Threads(AbstractContextManager["Threads"]):
         self.shutdown()
 
 
-class _Work(Generic[T]):
+class Work(Generic[T]):
     """A function to call once, unless its future is cancelled before."""
 
     def __init__(self, function: Callable[[], T]) -> None:

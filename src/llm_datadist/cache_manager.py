@@ -16,31 +16,16 @@ from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
-from llm_datadist._transfer.grants import GrantClaims, check_token
+from llm_datadist._transfer.grants import check_token, claim_grant, give_back
 from llm_datadist.errors import NotLinked, ParamError
-from llm_datadist.types import (
-    BlocksCacheKey,
-    Cache,
-    CacheDesc,
-    CacheKey,
-    CacheKeyByIdAndIndex,
-    LayerSynchronizer,
-    MemInfo,
-    Placement,
-    TransferConfig,
-    TransferWithCacheKeyConfig,
-)
+from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
 if TYPE_CHECKING:
-    from llm_datadist._transfer.arguments import Bindings
-    from llm_datadist._transfer.calls import Pending
+    from llm_datadist._transfer.calls import Config, Pending
     from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
     from llm_datadist.types.descriptors import BlockNumbers
     from llm_datadist.types.grant import Grant
-
-    Config = TransferConfig | TransferWithCacheKeyConfig
-
-__all__ = ["CacheManager"]
 
 
 @public_calls_hold_signals(
@@ -54,12 +39,12 @@ __all__ = ["CacheManager"]
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist; ``LLMDataDist.cache_manager`` returns it.
 
-    Errors of every method, besides those listed: TypeError for a wrong type (``NoneArgument`` for None); CacheError
-    (``LLM_PARAM_INVALID``) for a ``Cache`` of another LLMDataDist or ``init``; after ``finalize`` StateError with
-    ``LLM_ENGINE_FINALIZED`` (interface R21). Argument errors precede side effects; a ``ParamError`` about the peer's
-    cache follows one request. ``<call>_async`` is the asyncio form of a call.
-
-    Threads: any.
+    Errors of every method, besides those listed: TypeError for a wrong type (``NoneArgument`` for None); ParamError for
+    an integer outside its width, an index, range or block outside its cache, and a blocks cache in place of a
+    continuous one or the reverse; CacheNotFound for a freed cache; CacheError (``LLM_PARAM_INVALID``) for a ``Cache``
+    of another LLMDataDist or ``init``; after ``finalize`` StateError with ``LLM_ENGINE_FINALIZED`` (interface R21).
+    Argument errors precede side effects; a ``ParamError`` about the peer's cache follows one request.
+    ``<call>_async`` is the asyncio form of a call. Threads: any.
 
     Source: interface §6.0.
     """
@@ -93,9 +78,6 @@ class CacheManager(EngineUser):
         Bound keys keep the memory: peers can pull by key and by id until all are consumed or removed. Unknown, freed
         and registered caches stay as they are. A foreign handle only logs a warning. Marked to be deprecated; this
         library keeps it.
-
-        Raises:
-            ParamError: A blocks cache.
 
         Source: interface §6.2.
         """
@@ -135,12 +117,8 @@ class CacheManager(EngineUser):
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Deallocate a blocks cache and unbind its key (interface R27); empties ``cache.tensor_addrs``.
 
-        Running pulls of it fail. Other caches and foreign handles: as :meth:`deallocate_cache`.
-
-        Marked to be deprecated; this library keeps it.
-
-        Raises:
-            ParamError: Not a blocks cache.
+        Running pulls of it fail. Other caches, foreign handles: as :meth:`deallocate_cache`. Marked to be deprecated;
+        this library keeps it.
 
         Source: interface §6.4, R27.
         """
@@ -158,9 +136,8 @@ class CacheManager(EngineUser):
     ) -> Cache:
         """Register memory of the caller as a continuous cache; changes no byte of it.
 
-        The call asks the kernel whether each tensor is mapped, and its first and last page readable. A copy that meets
-        an unreadable page between them fails, or ends the process. Keys bind as in :meth:`allocate_cache`, but a bound
-        key keeps its first binding. Pulls consume none.
+        A copy that meets an unreadable page fails, or ends the process. Keys bind as in :meth:`allocate_cache`, but a
+        bound key keeps its first binding. Pulls consume none.
 
         Args:
             addrs: ``num_tensors`` non-zero addresses of host memory; may lie inside a pool.
@@ -168,14 +145,13 @@ class CacheManager(EngineUser):
             remote_accessible: False refuses peers access (interface R16). Default: None, True.
 
         Raises:
-            ParamError: Impossible shape, wrong number of addresses, a zero or unmapped address, too many keys;
-                ``remote_accessible=True`` (not None) after ``link()``.
+            ParamError: Impossible shape, wrong number of addresses, a zero or unmapped address, a first or last page
+                that cannot be read, too many keys; ``remote_accessible=True`` (not None) after ``link()``.
 
         Source: interface §6.6.
         """
-        self._engine  # noqa: B018 (a finalized manager raises before anything else)
-        _, addresses, keys = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cache_keys=cache_keys)
-        return self._register("register_cache", cache_desc, CacheKind.CACHE, addresses, keys, remote_accessible)
+        given = {"cache_desc": cache_desc, "addrs": addrs, "cache_keys": cache_keys}
+        return self._register("register_cache", CacheKind.CACHE, given, remote_accessible)
 
     def register_blocks_cache(
         self,
@@ -184,26 +160,16 @@ class CacheManager(EngineUser):
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register memory of the caller as a blocks cache.
-
-        As :meth:`register_cache`, but the newest binding of a key wins.
+        """Register a blocks cache, as :meth:`register_cache`, but the newest binding of a key wins.
 
         Source: interface §6.6.
         """
-        self._engine  # noqa: B018 (as above)
-        _, addresses, keys = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, blocks_cache_key=blocks_cache_key)
-        return self._register("register_blocks_cache", cache_desc, CacheKind.BLOCKS, addresses, keys, remote_accessible)
+        given = {"cache_desc": cache_desc, "addrs": addrs, "blocks_cache_key": blocks_cache_key}
+        return self._register("register_blocks_cache", CacheKind.BLOCKS, given, remote_accessible)
 
-    def _register(
-        self,
-        call: str,
-        cache_desc: CacheDesc,
-        kind: CacheKind,
-        addresses: list[int],
-        keys: Bindings,
-        remote_accessible: bool | None,
-    ) -> Cache:
+    def _register(self, call: str, kind: CacheKind, given: dict[str, object], remote_accessible: bool | None) -> Cache:
         engine = self._engine
+        cache_desc, addresses, keys = check(ARGUMENTS, **given)
         accessible = arguments.check_accessible(remote_accessible, linked=engine.links.communicators.called)
         geometry = Geometry.of(cache_desc, kind)
         arguments.check_addresses(addresses, geometry)
@@ -219,13 +185,10 @@ class CacheManager(EngineUser):
     def unregister_cache(self, cache_id: int) -> None:
         """Unregister a cache and its keys; then no peer and no call uses the memory.
 
-        Running pulls of it fail. The call waits, within ``sync_kv_timeout``, for writing peers and other threads'
-        calls. Unknown ids: no-op.
+        Running pulls of it fail. The call waits for writing peers and other threads' calls. Unknown ids: no-op.
 
         Raises:
-            ParamError: Outside int64.
-            DeadlineExceeded: The memory is in use by the peer or call in the text. The cache stays registered, with its
-                keys.
+            DeadlineExceeded: The peer or call in the text uses the memory (``sync_kv_timeout``); cache and keys stay.
             StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §6.7.
@@ -271,8 +234,7 @@ class CacheManager(EngineUser):
             req_id: Shown as ``req_id=N`` in this call's log records and errors (interface R9).
 
         Raises:
-            ParamError: A blocks cache, an index or range outside a row, descriptors that do not match.
-            CacheNotFound: A cache was freed.
+            ParamError: The descriptors do not match.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed bytes are undefined.
 
         Source: interface §6.5.
@@ -287,8 +249,6 @@ class CacheManager(EngineUser):
         """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
 
         Raises:
-            ParamError: Not a blocks cache, an index outside it.
-            CacheNotFound: The cache was freed.
             DeadlineExceeded: Longer than ``sync_kv_timeout``; the addressed blocks are undefined.
 
         Source: interface §6.8.
@@ -305,8 +265,8 @@ class CacheManager(EngineUser):
         device buffers of one block (interface R10).
 
         Raises:
-            ParamError: Not blocks caches, not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, an index
-                outside its cache, a zero or unmapped address, overlapping tensors, a deallocated cache.
+            ParamError: Not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, a zero or unmapped address,
+                overlapping tensors, a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
 
         Source: interface §6.9.
@@ -346,9 +306,8 @@ class CacheManager(EngineUser):
         Raises:
             ParamError, CacheNotFound, NotLinked: A broken rule, or no such cache, key, row or link. No byte has moved,
                 unless a NotLinked has a ``phase``.
-            DeadlineExceeded: Longer than ``sync_kv_timeout``. The row is undefined; the link stays usable.
-            TransferFailed, PeerLost: The source was freed, rebound or unregistered during the copy; the peer died. The
-                row is undefined.
+            DeadlineExceeded, TransferFailed, PeerLost: Longer than ``sync_kv_timeout``; the source freed, rebound or
+                unregistered during the copy; the peer died. The row is undefined.
 
         Source: interface §6.10.
         """
@@ -395,8 +354,7 @@ class CacheManager(EngineUser):
             grant: Permission for these blocks; the pull fails if it ends before the last byte. An extension.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked: As :meth:`pull_cache`; ParamError for unequal block sizes (interface
-                R17).
+            ParamError, CacheNotFound, NotLinked: As :meth:`pull_cache`; also unequal block sizes (interface R17).
             DeadlineExceeded, TransferFailed, GrantEnded, PeerLost: The addressed blocks are undefined.
 
         Source: interface §6.11.
@@ -426,8 +384,7 @@ class CacheManager(EngineUser):
         ends with the link. Call :meth:`Grant.release` after the last pull.
 
         Args:
-            readers: Number of peers, 1 to 1024, that share the grant, equal in all their calls. It ends when all have
-                released it.
+            readers: Peers, 1 to 1024, that share the grant, equal in all their calls; the last release ends it.
             wait: If False, the call does not wait.
 
         Raises:
@@ -437,17 +394,15 @@ class CacheManager(EngineUser):
             GrantEnded, NotLinked, PeerLost: The grant, or the link to its owner, has ended.
             LinkError: Too many claims of this peer wait at the owner (``LLM_LINK_BUSY``).
             DeadlineExceeded: The owner has not made the grant yet; ``budget_ms`` is 0 if ``wait`` is False.
-
-        Source: extension.
         """
         engine = self._engine
         check_uint64("cluster_id", cluster_id)
         named, count, _ = check_token(token), check_int("readers", readers), check_type("wait", wait, bool)
         check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
         with engine.meters.call("claim_grant", [cluster_id]):
-            return engine.claims.claim(cluster_id, named, count, engine.deadline(), wait=wait)
+            return claim_grant(engine.links, cluster_id, named, count, engine.deadline(), wait=wait)
 
-    _give_back = staticmethod(GrantClaims.give_back)  # for a claim whose caller never gets the grant
+    _give_back = staticmethod(give_back)  # for a claim whose caller never gets the grant
 
     @blocking
     def push_cache(
@@ -500,17 +455,14 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
     ) -> Pending:
-        """Push blocks of ``src_cache`` into a peer's blocks cache. Needs RCA; consumes nothing.
-
-        ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26).
+        """Push ``src_blocks[i]`` to a peer's ``dst_blocks[i]``, in order (interface R26). Needs RCA; consumes nothing.
 
         Args:
             dst_cache_key: Peer cache by model id, or by cache id (an extension) with batch index 0 (interface R31).
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`push_cache`.
 
         Raises:
-            ParamError, CacheNotFound, NotLinked: As :meth:`push_cache`; ParamError for unequal block sizes (interface
-                R17).
+            ParamError, CacheNotFound, NotLinked: As :meth:`push_cache`; also unequal block sizes (interface R17).
             DeadlineExceeded, TransferFailed, PeerLost: The addressed blocks of the peer are undefined.
 
         Source: interface §6.13, R31.
@@ -543,11 +495,10 @@ class CacheManager(EngineUser):
 
         For each layer of a config, ascending, the thread calls ``layer_synchronizer``, then sends tensors 2l and 2l + 1
         to each config with that layer, in list order. ``sync_kv_timeout`` bounds each layer to each config, not the
-        synchronizer. The first failure stops the transfer (interface R18). No key is consumed. ``unregister_cache`` of
-        the source waits for the end.
+        synchronizer. The first failure stops the transfer. No key is consumed.
 
         Args:
-            src_cache: Local DEVICE cache with an even number of tensors.
+            src_cache: Local DEVICE cache with an even number of tensors; ``unregister_cache`` waits for the end.
             transfer_configs: With RCA :class:`TransferWithCacheKeyConfig`, else :class:`TransferConfig`. Read now; None
                 as ``src_layer_range`` becomes all layers.
             src_block_indices: Local blocks. Default: None, whole tensors in pieces; without ``dst_block_indices`` row
@@ -558,7 +509,7 @@ class CacheManager(EngineUser):
         Raises:
             ParamError, CacheNotFound: A rule is broken, or the source was freed. Nothing is sent.
 
-        Source: interface §6.14, B6.
+        Source: interface §6.14, R18, B6.
         """
         engine = self._engine
         check(ARGUMENTS, src_cache=src_cache)

@@ -1,6 +1,7 @@
 """Helpers that existing code imports by path: checks, statuses, layer arithmetic (interface R23).
 
 The library uses the stricter ``_checks.py``. The alias modules (``status``, ``utils/``, ``v2/``) import from here.
+Source: interface §1.3.
 """
 
 from __future__ import annotations
@@ -24,23 +25,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, Param
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "check_dict",
-    "check_isinstance",
-    "check_layer_range",
-    "check_list_int32",
-    "check_list_int64",
-    "check_list_uint8",
-    "check_list_uint16",
-    "check_list_uint32",
-    "check_list_uint64",
-    "check_positive_or_set_default",
-    "handle_llm_status",
-    "layer_range_to_tensor_indices",
-    "raise_if_false",
-    "raise_if_true",
-]
-
 Types = type | list[type] | tuple[type, ...]
 
 
@@ -55,8 +39,6 @@ def raise_if_false(
 
     Raises:
         ParamError, LLMException: With ``LLM_PARAM_INVALID``; with another status.
-
-    Source: interface §1.3.
     """
     if not pred:
         _log_and_raise(_filled(fmt, args), status_code)
@@ -65,26 +47,18 @@ def raise_if_false(
 def raise_if_true(
     pred: object, fmt: str, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID
 ) -> None:
-    """Do as :func:`raise_if_false`, but if ``pred`` is true.
-
-    Source: interface §1.3.
-    """
+    """Do as :func:`raise_if_false`, but if ``pred`` is true."""
     if pred:
         _log_and_raise(_filled(fmt, args), status_code)
 
 
 def handle_llm_status(status: int | LLMStatusCode, func_name: str, other_info: object = "") -> None:
-    """Raise the exception of a status, unless it is ``LLM_SUCCESS``.
+    """Raise the exception of a status, as :func:`raise_if_false` does, unless it is ``LLM_SUCCESS``.
 
     Args:
         status: Any number; one without a name counts as ``LLM_FAILED``.
         func_name: Caller's name in the text, such as ``"[pull_cache]"``.
         other_info: End of the text.
-
-    Raises:
-        ParamError, LLMException: As :func:`raise_if_false`.
-
-    Source: interface §1.3.
     """
     code = code_2_status(check_int("status", status))
     if code is not LLMStatusCode.LLM_SUCCESS:
@@ -109,12 +83,7 @@ def _filled(fmt: str, args: tuple[object, ...]) -> str:
 
 
 def check_isinstance(
-    name: str,
-    value: object,
-    types: Types,
-    inner: Types | None = None,
-    extra_fmt: str = "",
-    allow_none: bool = True,
+    name: str, value: object, types: Types, inner: Types | None = None, extra_fmt: str = "", allow_none: bool = True
 ) -> None:
     """Check the type of an argument and of a container's elements. **None passes by default.**
 
@@ -126,8 +95,6 @@ def check_isinstance(
     Raises:
         TypeError: ``name only support [...] but got ...``, for an element ``name inner type only support [...]``;
             ``NoneArgument`` for a refused None.
-
-    Source: interface §1.3.
     """
     if value is None and allow_none:
         return
@@ -141,13 +108,7 @@ def check_isinstance(
 
 
 def check_dict(name: str, d: object, ktype: Types, vtype: Types, v_inner: Types | None = None) -> None:
-    """Check the types of a dict's keys and values, with ``v_inner`` of the values' elements.
-
-    Raises:
-        TypeError: Another type (``NoneArgument`` for None).
-
-    Source: interface §1.3.
-    """
+    """Check the types of a dict's keys, values and (``v_inner``) their elements; errors as :func:`check_isinstance`."""
     check_isinstance(name, d, dict, ktype, allow_none=False)
     for key, value in check_type(name, d, dict).items():
         check_isinstance(f"{name}[{key!r}]", value, vtype, v_inner, allow_none=False)
@@ -158,8 +119,6 @@ def check_positive_or_set_default(name: str, value: object) -> int:
 
     Raises:
         TypeError, ParamError: Not an int; negative.
-
-    Source: interface §1.3.
     """
     if value is None:
         return -1
@@ -184,10 +143,7 @@ def _list_check(kind: str, check: Callable[[str, object], int]) -> Callable[[str
             check(f"{name}[{i}]", element)
 
     check_each.__name__ = check_each.__qualname__ = f"check_list_{kind}"
-    check_each.__doc__ = (
-        f"Check a list or tuple of {kind}: another type is a TypeError, a number outside a ValueError.\n\n"
-        f"Source: interface §1.3."
-    )
+    check_each.__doc__ = f"Check a list or tuple of {kind}: another type is a TypeError, a number outside a ValueError."
     return check_each
 
 

@@ -307,7 +307,6 @@ def _texts(options: object) -> dict[str, str]:
 
 
 def _check_one_device(texts: Mapping[str, str]) -> None:
-    """Raise ParamError for lists of several devices."""
     ids, listen = texts.get(DEVICE_ID), texts.get(LISTEN, "")
     check_rule(ids is not None, f"{DEVICE_ID} is missing: set LLMConfig.device_id, 0 where there is only the host")
     check_rule(";" not in str(ids), f"{DEVICE_ID}: {ids!r} lists several devices, one instance serves one device")
@@ -361,10 +360,11 @@ def _default_max_links() -> int:
 
 
 def _check_credentials(options: Options, texts: Mapping[str, str]) -> None:
-    if options.credentials is None and options.max_link_age is not None:
-        given = texts[MAX_LINK_AGE]
-        raise ParamError(f"{MAX_LINK_AGE}: {given!r}, but links without {_CREDENTIALS} are not authenticated")
-    if options.credentials is None and options.peer_policy is not None:
+    if options.credentials is not None:
+        return
+    given = texts.get(MAX_LINK_AGE)
+    check_rule(given is None, f"{MAX_LINK_AGE}: {given!r}, but links without {_CREDENTIALS} are not authenticated")
+    if options.peer_policy is not None:
         check_rule(
             options.insecure,
             f"{PEER_POLICY}: without authentication any peer may say any cluster id: set {_CREDENTIALS}, or "
@@ -406,8 +406,22 @@ class _Setting(Attribute[V]):
         return self._emit(getattr(config, self._field)) if self._always or self._field in vars(config) else None
 
 
-_text = partial(check_type, types=str)
-_flag = partial(check_type, types=bool)
+def _ruled(check: Check[V], holds: Callable[[V], bool], rule: str) -> Check[V]:
+    def checked(name: str, value: object) -> V:
+        found = check(name, value)
+        check_rule(holds(found), f"{name}: {found} {rule}")
+        return found
+
+    return checked
+
+
+_device = _ruled(check_int32, lambda device: device >= 0, "is negative")
+_retries = _ruled(check_int, lambda count: 1 <= count <= 100, "is outside [1, 100]")
+_share = _ruled(
+    lambda name, value: float(check_type(name, value, float)),
+    lambda share: 0.0 <= share <= 1.0,
+    "is outside [0.0, 1.0]",
+)
 
 
 def _device_ids(name: str, value: object) -> int | Sequence[int]:
@@ -424,12 +438,6 @@ def _joined(ids: int | Sequence[int] | None) -> str:
     return str(ids) if isinstance(ids, int) else ";".join(map(str, ids or ()))
 
 
-def _device(name: str, value: object) -> int:
-    device = check_int32(name, value)
-    check_rule(device >= 0, f"{name}: {device} is negative")
-    return device
-
-
 def _timeout_ms(name: str, value: object) -> int | str:
     if not hasattr(value, "__index__"):
         check_type(name, value, (int, str))
@@ -437,18 +445,6 @@ def _timeout_ms(name: str, value: object) -> int | str:
     budget = check_int32(name, int(value) if isinstance(value, str) else value)
     check_rule(budget > 0, f"{name}: {budget} ms, it must be above 0")
     return value if isinstance(value, str) else budget
-
-
-def _retries(name: str, value: object) -> int:
-    count = check_int(name, value)
-    check_rule(1 <= count <= 100, f"{name}: {count} is outside [1, 100]")
-    return count
-
-
-def _share(name: str, value: object) -> float:
-    share = float(check_type(name, value, float))
-    check_rule(0.0 <= share <= 1.0, f"{name}: {share} is outside [0.0, 1.0]")
-    return share
 
 
 def _cluster_info(name: str, value: object) -> str:
@@ -469,9 +465,11 @@ def _packed_cluster_info(text: str) -> str | None:
     return json.dumps(info)
 
 
-_text_setting = partial(_Setting[str], check=_text, default="", emit=lambda text: text or None)
-_any_text_setting = partial(_Setting[str], check=_text, default="")
-_flag_setting = partial(_Setting[bool], check=_flag, default=False, emit=lambda flag: "1" if flag else "0")
+_any_text_setting = partial(_Setting[str], check=partial(check_type, types=str), default="")
+_text_setting = partial(_any_text_setting, emit=lambda text: text or None)
+_flag_setting = partial(
+    _Setting[bool], check=partial(check_type, types=bool), default=False, emit=lambda flag: "1" if flag else "0"
+)
 
 
 class LLMConfig:
@@ -479,9 +477,7 @@ class LLMConfig:
 
     Assignments check values: a wrong type is a TypeError (NoneArgument for None, unless None means "not assigned"), a
     value outside its range a ParamError. ``init`` checks JSON texts. An unknown name is an AttributeError with the
-    nearest name.
-
-    Flags are bools. ``device_id`` is an int, or a list or tuple of ints; ``sync_kv_timeout`` an int or digits.
+    nearest name. ``device_id`` is an int, or a list or tuple of ints; ``sync_kv_timeout`` an int or digits.
 
     Source: interface §2.
     """
@@ -516,10 +512,7 @@ class LLMConfig:
         self._options: dict[str, str] = {}
 
     def generate_options(self) -> dict[str, str]:
-        """Return the option dict, always the same object: entries of the caller and former settings stay in it.
-
-        Source: interface §2.
-        """
+        """Return the option dict, always the same object: entries of the caller and former settings stay in it."""
         self._options.update(self._ge_options)
         for setting in _SETTINGS.values():
             if (text := setting.text(self)) is not None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from importlib import import_module
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from llm_datadist._checks import (
     check_enabled,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMDataDist"]
 
+Manager = TypeVar("Manager", bound="CacheManager | KvCacheManager")
 
 _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
@@ -60,10 +60,10 @@ class LLMDataDist:
     """One instance: links to peers, and publishes and moves KV caches.
 
     A process may have several independent instances (interface R20). A wrong type is a TypeError (``NoneArgument`` for
-    None). All but ``init``, ``finalize`` and ``cluster_id`` raise NotInitialized before ``init`` and after
-    ``finalize``.
-
-    Threads: any, except that ``finalize`` must be alone (interface §11).
+    None), a cluster or communicator id outside uint64 a ParamError; so is a ``timeout``, the milliseconds of a whole
+    call, not above 0. All but ``init``, ``finalize`` and ``cluster_id`` raise NotInitialized before ``init`` and after
+    ``finalize``. A call of the other mode, v1 or v2, is a StateError (``LLM_PARAM_INVALID``). Threads: any, except that
+    ``finalize`` must be alone (interface §11).
 
     Args:
         role: A label in v2 mode; in v1 mode it decides which calls are allowed.
@@ -72,9 +72,6 @@ class LLMDataDist:
 
     Attributes:
         llm_engine_instance: The live instance of this process that was initialised last, or None.
-
-    Raises:
-        ParamError: ``cluster_id`` outside uint64.
 
     Source: interface §3.
     """
@@ -110,18 +107,9 @@ class LLMDataDist:
             if not life.init_undoable:
                 return
             parsed = Options.parse(options, self._role)
-            _import_late(parsed)
-            from llm_datadist._transfer.engine import Engine
-
-            engine = Engine(self._cluster_id, parsed, self._device)
-            if parsed.cache_manager:
-                from llm_datadist.cache_manager import CacheManager
-
-                life.manager = CacheManager(engine)
-            else:
-                from llm_datadist.kv_cache_manager import KvCacheManager
-
-                life.manager = KvCacheManager(engine)
+            engine_type, manager_type = _import_late(parsed)
+            engine = engine_type(self._cluster_id, parsed, self._device)
+            life.manager = manager_type(engine)
             life.engine = engine
             with Life.all_lock:
                 Life.all.append(self)
@@ -163,13 +151,11 @@ class LLMDataDist:
         """Link to peers that listen, in parallel. Failures are returned and logged, not raised.
 
         Links that succeed stay, and work both ways. With ``llm.TransferBackend`` both sides may link. In v1 mode only a
-        DECODER links, to all clusters or none: the others get ``LLM_LINK_FAILED``, a time-out is
-        ``LLM_WAIT_PROCESS_TIMEOUT``, a repeated id ``LLM_REPEAT_REQUEST``; each needs one local ip.
+        DECODER links, to all clusters or none, with statuses of their own (interface §8).
 
         Args:
             clusters: Each with one remote ip and port, a local ip (unless ``local_comm_res`` is not empty), and
                 ``remote_cluster_id``; None learns it (interface R28).
-            timeout: Milliseconds for the whole call.
 
         Returns:
             ``(status, statuses)``: SUCCESS or the last failing cluster's, and one each with its ``error`` (extension):
@@ -177,27 +163,24 @@ class LLMDataDist:
                 ``LLM_PARAM_INVALID`` (not one remote ip, RCA differs).
 
         Raises:
-            ParamError: ``timeout`` not above 0, or a cluster without local ip.
+            ParamError: A cluster without local ip.
 
         Source: interface §3.4, §8.
         """
         return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True))
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
-        """Await :meth:`link_clusters`. Argument errors are raised at once.
+        """Await :meth:`link_clusters`. Argument errors are raised at once. An extension.
 
         A cancelled call ends within ``timeout``, before ``CancelledError`` comes; its links stay.
-
-        Source: interface §3.4; extension.
         """
         pending = self._linking(clusters, timeout)
         return self._life.require_engine("link_clusters_async").workers.run(pending, timeout)
 
     def _linking(self, clusters: Clusters, timeout: int) -> Pending:
-        """Check the arguments; return the work that is left."""
         engine = self._life.require_engine("link_clusters")
         check_timeout(timeout)
-        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
+        check_list("clusters", clusters, LLMClusterInfo)
         needs_local = engine.options.cache_manager and not engine.options.local_comm_res
         for i, cluster in enumerate(clusters):
             check_rule(
@@ -213,16 +196,14 @@ class LLMDataDist:
 
         The call waits for running operations. Unless ``force`` is set, it also waits for the peer's agreement; after
         ``LLM_TIMEOUT`` both sides keep the link. With ``llm.TransferBackend`` every unlink is forced. In v1 mode a link
-        with a running pull stays (``LLM_LINK_BUSY``), a cluster that is not linked has ``LLM_NOT_YET_LINK``, no failure
-        of the call, and a time-out is ``LLM_WAIT_PROCESS_TIMEOUT``.
+        with a running pull stays (``LLM_LINK_BUSY``), and statuses differ (interface §8).
 
         Args:
             clusters: Each with ``remote_cluster_id`` and, unless forced or in v1 mode, one remote ip.
-            timeout: Milliseconds for the whole call.
             force: If True, this side unlinks without the peer; operations that run at the timeout fail.
 
         Raises:
-            NoneArgument, ParamError: A ``remote_cluster_id`` is not set; ``timeout`` not above 0.
+            NoneArgument: A ``remote_cluster_id`` is not set.
             StateError: Called inside another call of this thread, as by a finalizer.
 
         Source: interface §3.4, §8.
@@ -230,22 +211,18 @@ class LLMDataDist:
         return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True))
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
-        """Await :meth:`unlink_clusters`. Argument errors are raised at once.
+        """Await :meth:`unlink_clusters`, as :meth:`link_clusters_async`. An extension.
 
-        A cancelled call ends within ``timeout``, before ``CancelledError`` comes; each link is kept or gone, as after a
-        timeout.
-
-        Source: interface §3.4; extension.
+        After a cancellation each link is kept or gone, as after a timeout.
         """
         pending = self._unlinking(clusters, timeout, force)
         return self._life.require_engine("unlink_clusters_async").workers.run(pending, timeout)
 
     def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> Pending:
-        """Check the arguments; return the work that is left."""
         engine = self._life.require_engine("unlink_clusters")
         require_outermost("unlink_clusters")
         check_timeout(timeout)
-        check_list("clusters", clusters, LLMClusterInfo, tuple_ok=True)
+        check_list("clusters", clusters, LLMClusterInfo)
         check_type("force", force, bool)
         for i, cluster in enumerate(clusters):
             if cluster.remote_cluster_id is None:
@@ -253,11 +230,10 @@ class LLMDataDist:
         return linking.unlink_clusters(engine, clusters, force=force)
 
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Ping a peer and wait for its answer. Only in v1 mode.
+        """Ping a peer and wait for its answer. Only in v1 mode; v2 has ``statistics().links``.
 
         Raises:
-            StateError: In v2 mode (``LLM_PARAM_INVALID``); use ``statistics().links``.
-            ParamError: Outside uint64, or this instance is not a DECODER.
+            ParamError: This instance is not a DECODER.
             NotLinked, PeerLost: There is no link, or it ended during the call.
             LinkError: A pull is running on the link (``LLM_LINK_BUSY``); repeat the call.
             DeadlineExceeded: No answer within ``sync_kv_timeout`` (``LLM_WAIT_PROCESS_TIMEOUT``); the link stays.
@@ -276,10 +252,7 @@ class LLMDataDist:
         """Begin to link all members of a communicator to each other; return its id.
 
         Every member calls this with the same arguments. :meth:`query_register_mem_status` is PREPARING, then OK or
-        FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are used. A lost
-        member is dialled again before OK, not after it. The lower cluster id listens on the first free of eight ports,
-        which ``comm_name`` selects in 27000-31999, or in LLM_DATADIST_LINK_PORTS ("low-high"), equal at all members. An
-        attempt takes at most ``link_total_time / link_retry_count``, within 0.1 to 5 s.
+        FAILED, within ``link_total_time`` seconds. Only after OK members pull and push. Existing links are used.
 
         Args:
             comm_name: 1 to 127 characters, no NUL.
@@ -288,29 +261,26 @@ class LLMDataDist:
 
         Raises:
             ParamError: An argument, table field or the environment's port range, named in the text, breaks its rule.
-            StateError, LLMException: In v1 mode; with ``llm.TransferBackend``. Statuses as of :meth:`unlink`.
+            LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
             LinkRefused: None of the ports is free on this host (``LLM_LINK_FAILED``).
 
         Source: interface §3.5, B2.3.
         """
         engine = self._communicating("link")
         ranks = _checked_ranks(comm_name, cluster_rank_info, rank_table)
-        check_rule(
-            self._cluster_id in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {self._cluster_id}"
-        )
-        with engine.meters.call("link", [each for each in ranks if each != self._cluster_id]):
+        own = self._cluster_id
+        check_rule(own in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {own}")
+        with engine.meters.call("link", [each for each in ranks if each != own]):
             return linking.openers[-1](engine, comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """End a communicator, in any state, at this side only.
 
-        The call waits for running operations within ``sync_kv_timeout``, then they fail. A link stays if
-        ``link_clusters`` or another communicator needs it.
+        The call waits for running operations within ``sync_kv_timeout``, then they fail.
 
         Raises:
-            ParamError: Outside uint64.
             NotLinked: There is no such communicator.
-            StateError: In v1 mode (``LLM_PARAM_INVALID``), or inside another call of this thread, as by a finalizer.
+            StateError: Called inside another call of this thread, as by a finalizer.
             LLMException: With ``llm.TransferBackend`` (``LLM_FEATURE_NOT_ENABLED``).
 
         Source: interface §3.5, B2.3.
@@ -325,10 +295,7 @@ class LLMDataDist:
             engine.links.communicators.close(number, engine.deadline())
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return a communicator's status: PREPARING, then OK or FAILED until ``unlink``.
-
-        Raises:
-            ParamError, NotLinked, StateError, LLMException: As :meth:`unlink`.
+        """Return a communicator's status: PREPARING, then OK or FAILED until ``unlink``. Errors as there.
 
         Source: interface §3.5.
         """
@@ -336,11 +303,7 @@ class LLMDataDist:
         return engine.links.communicators.status(check_uint64("comm_id", comm_id))
 
     def explain_communicator(self, comm_id: int) -> CommunicatorStatistics:
-        """Return a communicator's members, those missing, and why it failed. An extension.
-
-        Raises:
-            ParamError, NotLinked: As :meth:`unlink`.
-        """
+        """Return a communicator's members, missing ones and failure, or raise NotLinked. An extension."""
         engine = self._life.require_engine("explain_communicator")
         return engine.links.communicators.explain(check_uint64("comm_id", comm_id))
 
@@ -356,8 +319,7 @@ class LLMDataDist:
         """Change the role; start, move or stop the listener.
 
         With ``llm.listenIpInfo`` in the options the instance listens there, otherwise nowhere; other options are
-        ignored. With ``llm.TransferBackend`` the listener stays. Caches, ids and keys stay. In v2 mode the role is a
-        label.
+        ignored. With ``llm.TransferBackend`` the listener stays. Caches, ids and keys stay.
 
         Raises:
             ParamError: ``llm.listenIpInfo`` is not ip:port; in v1 mode the same role, or PROMPT without it.
@@ -396,35 +358,17 @@ class LLMDataDist:
 
     @property
     def cache_manager(self) -> CacheManager:
-        """The CacheManager (v2 mode); the same object until finalize.
-
-        Raises:
-            StateError: In v1 mode (``LLM_PARAM_INVALID``).
-
-        Source: interface §3.3.
-        """
+        """The CacheManager (v2 mode); the same object until finalize (interface §3.3)."""
         from llm_datadist.cache_manager import CacheManager
 
-        manager = self._life.manager
-        if isinstance(manager, CacheManager):
-            return manager
-        raise _wrong_interface("cache_manager", manager, "1", "kv_cache_manager")
+        return self._life.require_manager(CacheManager, "cache_manager", "kv_cache_manager")
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
-        """The KvCacheManager (v1 mode); the same object until finalize.
-
-        Raises:
-            StateError: In v2 mode (``LLM_PARAM_INVALID``).
-
-        Source: interface §3.3.
-        """
+        """The KvCacheManager (v1 mode); the same object until finalize (interface §3.3)."""
         from llm_datadist.kv_cache_manager import KvCacheManager
 
-        manager = self._life.manager
-        if isinstance(manager, KvCacheManager):
-            return manager
-        raise _wrong_interface("kv_cache_manager", manager, "0", "cache_manager")
+        return self._life.require_manager(KvCacheManager, "kv_cache_manager", "cache_manager")
 
     @property
     def listen_port(self) -> int | None:
@@ -445,18 +389,13 @@ class LLMDataDist:
         """Return a link's state, its transports and the reason for them. An extension.
 
         Raises:
-            NotLinked: There is no link. The text has its last event; after a failed ``link_clusters`` its exception is
-                the ``__cause__``.
+            NotLinked: There is no link. The text has its last event, ``__cause__`` the failure of ``link_clusters``.
         """
         engine = self._life.require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()
 
     def check_integrity(self) -> None:
-        """Check that all tables agree, in tests or idle moments. An extension.
-
-        Raises:
-            AssertionError: They do not; the text names the difference.
-        """
+        """Raise AssertionError, with the difference, unless all tables agree; in idle moments. An extension."""
         self._life.require_engine("check_integrity").check_integrity()
 
 
@@ -479,6 +418,16 @@ class Life:
         if (engine := self.engine) is None:
             raise _not_initialized(call)
         return engine
+
+    def require_manager(self, kind: type[Manager], call: str, other: str) -> Manager:
+        if (manager := self.manager) is None:
+            raise _not_initialized(call)
+        if isinstance(manager, kind):
+            return manager
+        raise _wrong_mode(
+            f"{call}: this LLMDataDist was initialised with the other interface; use {other}, or "
+            f"llm.EnableCacheManager={int(call == 'cache_manager')} (LLMConfig.enable_cache_manager)"
+        )
 
 
 life_of: Final[Callable[[LLMDataDist], Life]] = attrgetter("_life")
@@ -536,31 +485,28 @@ atexit.register(_shutdown_handler)
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
-def _import_late(options: Options) -> None:
-    """Import the modules that an engine with these options needs."""
-    names = ["_transfer.engine", "cache_manager" if options.cache_manager else "kv_cache_manager"]
-    if options.tracing:
-        names.append("_transfer.tracing")
+def _import_late(options: Options) -> tuple[type[Engine], type[CacheManager | KvCacheManager]]:
+    """Import the modules that these options need; return the classes of engine and manager."""
     try:
         with typed_memory_error("init"):
-            for name in names:
-                import_module(f"llm_datadist.{name}")
+            from llm_datadist._transfer.engine import Engine
+
+            if options.tracing:
+                from llm_datadist._transfer import tracing  # noqa: F401 (the engine needs it)
+            if options.cache_manager:
+                from llm_datadist.cache_manager import CacheManager
+
+                return Engine, CacheManager
+            from llm_datadist.kv_cache_manager import KvCacheManager
+
+            return Engine, KvCacheManager
     # ImportError: no address space for a shared object. SystemError: the interpreter lost a MemoryError.
     except (OSError, ImportError, SystemError) as error:
         raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
 
 
-def _not_initialized(what: str) -> NotInitialized:
-    return NotInitialized(f"{what}: this LLMDataDist is not initialized; call init first")
-
-
-def _wrong_interface(wanted: str, manager: object, value: str, other: str) -> StateError:
-    if manager is None:
-        return _not_initialized(wanted)
-    return _wrong_mode(
-        f"{wanted}: this LLMDataDist was initialised with the other interface; use {other}, or "
-        f"llm.EnableCacheManager={value} (LLMConfig.enable_cache_manager)"
-    )
+def _not_initialized(call: str) -> NotInitialized:
+    return NotInitialized(f"{call}: this LLMDataDist is not initialized; call init first")
 
 
 def _wrong_mode(text: str) -> StateError:

@@ -114,10 +114,7 @@ class Status:
         self._status = code_2_status(status)
 
     def is_ok(self) -> bool:
-        """Return True for ``LLM_SUCCESS``.
-
-        Source: interface §1.2.
-        """
+        """Return True for ``LLM_SUCCESS``."""
         return self._status is LLMStatusCode.LLM_SUCCESS
 
     @property
@@ -146,11 +143,7 @@ class LLMException(RuntimeError):
     retryable = False
 
     def __init__(
-        self,
-        *args: object,
-        status_code: LLMStatusCode | None = None,
-        peer: int | None = None,
-        phase: str | None = None,
+        self, *args: object, status_code: LLMStatusCode | None = None, peer: int | None = None, phase: str | None = None
     ) -> None:
         super().__init__(*args)
         self._status_code = self.default_status if status_code is None else status_code
@@ -197,9 +190,7 @@ class OutOfMemory(LLMException, MemoryError):
 
     Attributes:
         pool: Name of the pool; empty without one.
-        requested: Bytes asked for, in whole pages.
-        free: Free bytes.
-        largest_hole: Bytes of the largest free range.
+        requested, free, largest_hole: Bytes asked for, in whole pages; free ones; those of the largest free range.
         quarantined: Freed bytes that foreign writers (v1 without a pool: inproc readers too) still use.
     """
 
@@ -308,10 +299,8 @@ class ChecksumMismatch(TransferFailed):
     Attributes:
         cache_id: Id of the peer's cache.
         tensors: Least number of tensors that differ.
-        local_tensor: Local tensor.
-        local_block: Local block.
-        remote_tensor: Peer's tensor.
-        remote_block: Peer's block.
+        local_tensor, local_block: Numbers at this side.
+        remote_tensor, remote_block: Numbers at the peer.
     """
 
     def __init__(
@@ -340,8 +329,7 @@ class DeadlineExceeded(LLMException, TimeoutError):
     """The call's time is over; the link stays usable.
 
     Attributes:
-        budget_ms: The call's budget in milliseconds.
-        elapsed_ms: Milliseconds since its begin.
+        budget_ms, elapsed_ms: Milliseconds of the call, and since its begin.
     """
 
     default_status = LLMStatusCode.LLM_TIMEOUT

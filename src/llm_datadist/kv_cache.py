@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
-from llm_datadist._checks import Attribute, check_int, check_int64, check_rule, check_type
+from llm_datadist._checks import Attribute, check_int, check_int64, check_rule, check_type, type_error
 from llm_datadist._memory.segment import ExternalSegment
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import ParamError
@@ -53,8 +53,6 @@ class KvCache:
             TypeError: Wrong types; ``addrs`` must be a list (``NoneArgument`` for None).
             ParamError: Placement not HOST, mixed elements, another number of addresses than ``num_tensors``, of lists
                 than 1.
-
-        Source: interface §4 (KvCache).
         """
         check_type("cache_desc", cache_desc, CacheDesc)
         given = check_type("addrs", addrs, list)
@@ -84,11 +82,10 @@ class KvCache:
         return [addresses] if addresses else []
 
     # A second handle would deallocate the cache while the first is in use.
-    def __copy__(self) -> KvCache:
+    def __deepcopy__(self, memo: object = None) -> KvCache:
         return self
 
-    def __deepcopy__(self, memo: object) -> KvCache:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r}: it is of this process and cannot be pickled; others name a cache by its key")
@@ -161,26 +158,25 @@ class Tensor:
     def __init__(self, data: Array | Tensor | int, tensor_desc: TensorDesc | None = None) -> None:
         if tensor_desc is not None:
             check_type("tensor_desc", tensor_desc, TensorDesc)
-        self._array: Array
-        self._tensor_desc: TensorDesc
+        self._array, found = Tensor._content(data, tensor_desc)
+        self._tensor_desc = wanted = tensor_desc or found
+        bits = wanted.dtype is DataType.DT_BF16 and self._array.dtype in (np.uint16, np.float16)
+        check_rule(
+            found.dtype is wanted.dtype or bits,
+            f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}",
+        )
+        check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
+
+    @staticmethod
+    def _content(data: Array | Tensor | int, tensor_desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
         if isinstance(data, Tensor):
             other: Tensor = data
-            self._array, self._tensor_desc = other._array, other._tensor_desc
-        elif isinstance(data, np.ndarray):
-            self._array, self._tensor_desc = data, _described(data)
-        elif hasattr(data, "__index__") and not isinstance(data, bool):
-            self._array, self._tensor_desc = _at(check_int("data", data), tensor_desc)
-        else:
-            check_type("data", data, (np.ndarray, Tensor, int) if not isinstance(data, bool) else (np.ndarray, Tensor))
-        if tensor_desc is not None:
-            found, wanted = self._tensor_desc, tensor_desc
-            bits = wanted.dtype is DataType.DT_BF16 and self._array.dtype in (np.uint16, np.float16)
-            check_rule(
-                found.dtype is wanted.dtype or bits,
-                f"tensor_desc.dtype={wanted.dtype.name}: data has {found.dtype.name}",
-            )
-            check_rule(found.shape == wanted.shape, f"tensor_desc.shape={wanted.shape}: data has {found.shape}")
-            self._tensor_desc = wanted
+            return other._array, other._tensor_desc
+        if isinstance(data, np.ndarray):
+            return data, _described(data)
+        if hasattr(data, "__index__") and not isinstance(data, bool):
+            return _at(check_int("data", data), tensor_desc)
+        raise type_error("data", data, (np.ndarray, Tensor) if isinstance(data, bool) else (np.ndarray, Tensor, int))
 
     def numpy(self, copy: bool = False) -> Array:
         """Return the tensor's own array, or a copy if ``copy`` is True.
@@ -189,8 +185,6 @@ class Tensor:
 
         Raises:
             ParamError: Text (``DT_STRING``) without ``copy``.
-
-        Source: interface §8.
         """
         check_type("copy", copy, bool)
         if self._tensor_desc.dtype is DataType.DT_BF16:

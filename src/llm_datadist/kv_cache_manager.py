@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from llm_datadist.types import Cache, LayerSynchronizer, TransferConfig
     from llm_datadist.types.descriptors import BlockNumbers
 
-__all__ = ["KvCacheManager"]
-
 
 def _device_cache(name: str, value: object) -> Cache:
     """Return the v2 handle of a KvCache on the device (interface R16)."""
@@ -59,14 +57,12 @@ class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode; ``LLMDataDist.kv_cache_manager`` returns it.
 
     A PROMPT binds and removes keys; a DECODER links and pulls; other roles get ParamError. At a MIX, only blocks caches
-    can get a key. All caches are on the device. "v2" below is the method of the same name of
-    :class:`~llm_datadist.cache_manager.CacheManager`.
+    can get a key. All caches are on the device: HOST placement, also a CPU cache outside ``swap_blocks``, is a
+    ParamError. "v2" below is the method of the same name of :class:`~llm_datadist.cache_manager.CacheManager`.
 
-    The errors are v2's, with v1's statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for ``LLM_TIMEOUT``,
-    ``LLM_DEVICE_OUT_OF_MEMORY`` for ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use. After ``finalize``
-    ``is_initialized`` still works.
-
-    Threads: any.
+    The errors, and the state after each, are v2's, with v1's statuses: ``LLM_WAIT_PROCESS_TIMEOUT`` for
+    ``LLM_TIMEOUT``, ``LLM_DEVICE_OUT_OF_MEMORY`` for ``LLM_OUT_OF_MEMORY``, ``LLM_FAILED`` for a key in use. After
+    ``finalize`` ``is_initialized`` still works. Threads: any.
 
     Source: interface §8.
     """
@@ -77,10 +73,7 @@ class KvCacheManager(EngineUser):
         self._forgotten: deque[int] = deque()
 
     def is_initialized(self) -> bool:
-        """Return True until ``finalize``.
-
-        Source: interface §8.
-        """
+        """Return True until ``finalize``."""
         return self._of.alive
 
     @property
@@ -105,14 +98,7 @@ class KvCacheManager(EngineUser):
         own (interface R12). It is freed once the cache is deallocated *and* its keys are pulled or removed.
 
         Args:
-            cache_desc: Placement DEVICE.
             cache_keys: At most ``shape[0]`` keys, only at a PROMPT.
-
-        Raises:
-            ParamError: HOST placement, impossible shape, too many keys, keys at another role.
-            KeyInUse, OutOfMemory: As v2; nothing was allocated or bound.
-
-        Source: interface §8.
         """
         self._engine  # noqa: B018 (a finalized manager raises before anything else)
         _, keys = check(_ARGUMENTS, cache_desc=cache_desc, cache_keys=cache_keys)
@@ -125,14 +111,7 @@ class KvCacheManager(EngineUser):
         """Allocate a blocks (paged) cache on the device, in the memory of :meth:`allocate_cache`.
 
         Args:
-            cache_desc: Placement DEVICE.
             blocks_cache_key: Key for peers, one cache per ``model_id``; not at a DECODER.
-
-        Raises:
-            ParamError: HOST placement, impossible shape, a key at a DECODER.
-            KeyInUse, OutOfMemory: As v2; nothing was allocated or bound.
-
-        Source: interface §8.
         """
         self._engine  # noqa: B018 (as above)
         _, keys = check(_ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
@@ -148,23 +127,14 @@ class KvCacheManager(EngineUser):
             return KvCache(calls.allocate(self._engine, call, cache_desc, kind, keys), self._forgotten)
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Deallocate a cache of either kind, as v2; empties ``per_device_tensor_addrs``.
-
-        Raises:
-            ParamError: A CPU cache: the caller owns its memory.
-
-        Source: interface §8.
-        """
+        """Deallocate a cache of either kind, as v2; empties ``per_device_tensor_addrs``."""
         engine = self._engine
         (handle,) = check(_ARGUMENTS, cache=cache)
         with v1_codes():
             calls.deallocate(engine, "deallocate_cache", handle)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Unbind a key, as v2. Only at a PROMPT.
-
-        Source: interface §8.
-        """
+        """Unbind a key, as v2. Only at a PROMPT."""
         engine = self._engine
         check_type("cache_key", cache_key, CacheKey)
         self._require_role("remove_cache_key", LLMRole.PROMPT)
@@ -181,28 +151,14 @@ class KvCacheManager(EngineUser):
         size: int = -1,
         req_id: int | None = None,
     ) -> None:
-        """Copy a range of a row to the same place of another row, as v2.
-
-        Raises:
-            ParamError, CacheNotFound: As v2; ParamError for a CPU cache.
-            DeadlineExceeded: The addressed bytes are undefined.
-
-        Source: interface §8.
-        """
+        """Copy a range of a row to the same place of another row, as v2."""
         engine = self._engine
         given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
         with v1_codes():
             calls.copy_cache(engine, _ARGUMENTS, given, req_id)(engine.deadline())
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order.
-
-        Raises:
-            ParamError, CacheNotFound: As v2; ParamError for a CPU cache.
-            DeadlineExceeded: The addressed blocks are undefined.
-
-        Source: interface §8.
-        """
+        """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order."""
         engine = self._engine
         with v1_codes():
             calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(engine.deadline())
@@ -211,11 +167,6 @@ class KvCacheManager(EngineUser):
         """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
 
         ``KvCache.create_cpu_cache`` makes the host side. A row of a continuous cache counts as a block.
-
-        Raises:
-            ParamError, OutOfMemory: As v2, except for continuous caches.
-
-        Source: interface §8.
         """
         engine = self._engine
         check_type("src", src, KvCache)
@@ -231,8 +182,6 @@ class KvCacheManager(EngineUser):
 
         Raises:
             ParamError: ``tensor_index`` outside [0, num_tensors), a deallocated cache, or text (``DT_STRING``).
-
-        Source: interface §8.
         """
         engine = self._engine
         calls.local_id(engine, "get_cache_tensors", "cache", cache_of(check_type("cache", cache, KvCache)))
@@ -259,19 +208,12 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Pull a row of a PROMPT's continuous cache into row ``batch_index`` of ``kv_cache``.
 
-        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5). Only at a
-        DECODER.
+        As v2 without RCA, plus offsets. Neither they nor ``size`` make a pull partial (interface R5).
 
         Args:
             cache_key: The PROMPT's row, by key or by id.
             size: Bytes per tensor. Default: -1, the local row after ``dst_cache_offset``.
             src_cache_offset, dst_cache_offset: Bytes into the row of every tensor. Default: None, 0.
-
-        Raises:
-            ParamError, CacheNotFound, NotLinked: As v2.
-            DeadlineExceeded, TransferFailed, PeerLost: As v2; the row is undefined.
-
-        Source: interface §8.
         """
         engine = self._engine
         self._require_role("pull_cache", LLMRole.DECODER)
@@ -305,12 +247,6 @@ class KvCacheManager(EngineUser):
         Args:
             prompt_cache_key: The PROMPT's cache; its cluster id selects the link.
             prompt_blocks, decoder_blocks: Block numbers, not empty and equally many.
-
-        Raises:
-            ParamError, CacheNotFound, NotLinked: As v2.
-            DeadlineExceeded, TransferFailed, PeerLost: As v2; the addressed blocks are undefined.
-
-        Source: interface §8.
         """
         engine = self._engine
         self._require_role("pull_blocks", LLMRole.DECODER)
@@ -338,9 +274,6 @@ class KvCacheManager(EngineUser):
         """Push a cache to peers' addresses layer by layer. Only at a PROMPT.
 
         As v2 without RCA. The DECODER links, and tells its ``per_device_tensor_addrs`` by other means.
-
-        Raises:
-            ParamError, CacheNotFound: As v2.
 
         Source: interface §8, §6.14.
         """

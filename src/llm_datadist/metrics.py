@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "DURATION_BOUNDS",
-    "CacheStatistics",
-    "CommunicatorStatistics",
-    "DurationStatistics",
-    "GrantStatistics",
-    "KeyStatistics",
-    "LinkStatistics",
-    "OperationStatistics",
-    "PoolStatistics",
-    "RedialStatistics",
-    "Statistics",
-    "SwapStatistics",
-    "quantile",
-]
-
 
 DURATION_BOUNDS: Final = tuple((1 << bit) / 1e9 for bit in range(10, 35))
 """Inclusive upper bounds of the duration buckets, in seconds: powers of two from 1.024 µs to 17.2 s."""
@@ -56,14 +40,9 @@ def quantile(buckets: Sequence[int], share: float) -> float:
 
     Above 1.024 µs at most twice the true value. Without operations 0.0; ``inf`` beyond the last bound.
     """
-    needed, seen = share * sum(buckets), 0
-    if not needed:
-        return 0.0
-    for bound, count in zip((*DURATION_BOUNDS, math.inf), buckets, strict=True):
-        seen += count
-        if seen >= needed:
-            return bound
-    return math.inf
+    needed = share * sum(buckets)
+    below = sum(seen < needed for seen in accumulate(buckets))
+    return (*DURATION_BOUNDS, math.inf, math.inf)[below] if needed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +51,8 @@ class OperationStatistics:
 
     Attributes:
         count: Operations that ended, failed ones included.
-        errors: Operations that raised.
-        nbytes: Bytes moved.
         seconds: Sum of the durations.
-        failures: ``errors`` by exception class name.
+        failures: ``errors``, the operations that raised, by exception class name.
         transports: The same by transport.
     """
 
@@ -89,9 +66,8 @@ class OperationStatistics:
 
     def quantile(self, share: float) -> float:
         """Return an upper bound, in seconds, of a quantile over all transports."""
-        return quantile(
-            [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)], share
-        )
+        together = [sum(counts) for counts in zip(*(each.buckets for each in self.transports), strict=True)]
+        return quantile(together, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +116,9 @@ class GrantStatistics:
     """Grants of this instance.
 
     Attributes:
-        active: Grants that have not ended.
-        claimed: Their claims that were not released.
+        active, claimed: Grants that have not ended, and their claims that were not released.
         waiting: Claims of grants that do not exist yet.
-        released: Grants that all readers released.
-        expired: Grants whose lifetime ended.
-        revoked: Grants ended by ``Grant.revoke``.
-        lost: Grants that lost the link to a reader.
+        released, expired, revoked, lost: Grants ended by all readers, by lifetime, by ``Grant.revoke``, with a link.
     """
 
     active: int
@@ -173,7 +145,6 @@ class LinkStatistics:
     Attributes:
         transport: Transport for the peer's pools.
         private_transport: Transport for the peer's non-pool memory; None if no transport reaches it.
-        reason: Reason for these transports.
         resolved: Cached resolutions.
         verified_bytes: Bytes of this side's pulls and pushes whose checksums agreed (``llm.Checksum``).
         sealed: Both sides are authenticated; all bytes that leave this host are encrypted.
@@ -233,12 +204,10 @@ class Statistics:
     """State of one LLMDataDist; its parts are read one after the other.
 
     Attributes:
-        pools: Every configured pool.
         pins: Pins of peers on caches.
         unknown_releases: Releases without a pin: it expired, its peer was lost, or the release came first.
         quarantined_bytes: Freed pool bytes that a foreign writer still uses.
         lost_writers: Peers without a link that have not ended a write into this memory; they may be stopped.
-        redials: Lost links that are dialled again.
         links_lost: Links that ended without unlinking, by cause: ``connection`` (broken or closed), ``process_ended``,
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
     Samples = Sequence[tuple[list[str], float]]
 
-__all__ = ["StatisticsCollector", "register"]
-
 _PREFIX = "llm_datadist_"
 
 #: Metric name, its text, and its field of the statistics.
@@ -64,10 +62,7 @@ _LOSSES = ("connection", "process_ended", "silent", "unauthenticated", "replaced
 
 
 class StatisticsCollector(Collector):
-    """Collector of ``statistics()`` of LLMDataDists, labelled with the cluster id.
-
-    Threads: any.
-    """
+    """Collector of ``statistics()`` of LLMDataDists, labelled with the cluster id. Threads: any."""
 
     def __init__(self, *datadists: LLMDataDist) -> None:
         self._datadists = WeakSet(datadists)

@@ -1,5 +1,4 @@
-"""The status codes under the names of the original's native module: ``kSuccess``, ``kFailed``, ... (interface R23,
-§1.1).
+"""Status codes as in the original's native module: ``kSuccess``, ``kFailed``, ... (interface R23, §1.1).
 
 The page names the first two; the others follow from them: ``LLM_KV_CACHE_NOT_EXIST`` is ``kKvCacheNotExist``.
 """

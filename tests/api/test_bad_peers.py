@@ -63,7 +63,7 @@ HUNG_UP_ON: Final[dict[str, tuple[bool, bytes]]] = {
 COMMUNICATOR = wire.CommunicatorId("n", [(1, 0), (2, 1)], b"d" * 16, b"t" * 16)
 #: Changes of the Hello, what is said to the Welcome (None: there is none), and the refusal.
 REFUSALS: Final[dict[str, tuple[dict[str, Any], wire.Message | type[wire.Welcome] | None, Code, str]]] = {
-    "another version": ({"version": 99}, None, Code.LLM_LINK_FAILED, "version 99"),
+    "another version": ({"version": 99}, None, Code.LLM_LINK_FAILED, "version differs: 99"),
     "another cluster wanted": ({"wanted": 77}, None, Code.LLM_LINK_FAILED, "remote_cluster_id=77"),
     "another rca flag": ({"remote_accessible": True}, None, Code.LLM_PARAM_INVALID, "EnableRemoteCacheAccessible"),
     "the id of a linked cluster": ({"cluster_id": 2}, None, Code.LLM_ALREADY_LINK, "another cluster id"),
@@ -379,7 +379,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
 
 #: What the log says of some of them, which would fail later anyhow.
 REASONS: Final = {
-    "another version": f"version {PROTOCOL_VERSION + 1}",
+    "another version": f"version differs: {PROTOCOL_VERSION + 1} ",
     "another cluster": "remote_cluster_id=1, but cluster 18446744073709551615 answered",
 }
 

@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from faults.gated import stopped
+from faults.gated import stopped, watch_there
+from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
 from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
 from llm_datadist._transfer import grants
@@ -23,10 +24,10 @@ from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, 
 from llm_datadist.metrics import GrantStatistics
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
-from tests.support import moves
+from tests.support import linking, moves
 from tests.support.ends import Call, Family, frozen, one_family
 from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
-from tests.support.kinds import Bytes, Pair, World
+from tests.support.kinds import Bytes, LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, explain, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 from tests.support.pairs import TRANSPORTS
@@ -357,6 +358,43 @@ def test_a_reader_that_is_lost_ends_the_grants_that_it_has_claimed_only(family: 
     assert prompt.do(totals) == GrantStatistics(1, 0, 0, released=1, expired=0, revoked=0, lost=1)
 
 
+def unlink_before_a_claim(world: World, peer: int, waits: bool) -> None:
+    """Have another thread give the link up, by force, when the control thread has a claim, or one that waits."""
+    manager = world.probe.engine.links
+
+    def give_up(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        if (name, subject) == ("handle", manager) and isinstance(details[0], Claim) and details[0].budget_ms >= waits:
+            assert Call(unlink, world, [info(peer)], 10_000, True).result() == SUCCESS
+
+    watch_there(world, give_up)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["of a grant", "before its grant"])
+def test_a_claim_in_hand_while_another_thread_ends_the_link_is_not_kept(family: Family, waits: bool) -> None:
+    prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, sync_kv_timeout=600_000)
+    prompt.do(make, "kv", PAGED, 1)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    token = secrets.token_bytes(16) if waits else prompt.do(give, [1])
+    prompt.do(unlink_before_a_claim, 2, waits)
+    with suppress(errors.LLMException):  # its answer may have come first
+        decoder.do(claim, token)
+    linking.alone(prompt, decoder)
+    wait_until(lambda: (prompt.do(totals).claimed, prompt.do(totals).waiting) == (0, 0))
+
+
+def test_what_a_peer_says_after_the_end_of_its_link_is_not_heard(end: LocalEnd) -> None:
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    end.do(make, "kv", PAGED, 1)
+    first, second = (end.do(give, [block]) for block in (1, 2))
+    with Stranger(end.port) as stranger:
+        stranger.link()
+        end.do(unlink_before_a_claim, 66, False)
+        stranger.say(Claim(1, first, 1, 0), Claim(2, second, 1, 0))  # another thread ends the link at the first one
+        assert stranger.is_hung_up_on()
+    wait_until(lambda: end.do(state, first) == (False, False))
+    assert end.do(state, second) == (True, False)
+
+
 def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     both(local_pair, PAGED)
     prompt, decoder = local_pair.prompt, local_pair.decoder
@@ -410,7 +448,7 @@ def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monke
     assert given.statistics().waiting == 3
     local_pair.prompt.do(give, [1], tokens[1])
     assert ([each.id for each in told(peer)[1:]], given.statistics().claimed, told(other)) == ([1, 2], 1, [])
-    grants.GrantClaims.on_late_claim(late, told(peer)[-1])
+    grants.on_late_claim(late, told(peer)[-1])
     assert told(late) == [ClaimEnded(tokens[1], released=False)]
     given.on_claim_ended(other, ClaimEnded(tokens[1], released=True))  # not its claim
     assert given.statistics().claimed == 1
@@ -420,7 +458,7 @@ def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monke
     given.drop_peer(other)
     assert given.statistics().waiting == 0
     with pytest.raises(errors.ProtocolError):
-        grants.GrantClaims.on_late_claim(late, Claimed(1, b"x"))
+        grants.on_late_claim(late, Claimed(1, b"x"))
 
 
 @pytest.mark.parametrize("name", AT_OWNER)

@@ -19,13 +19,14 @@ import pytest
 from faults.gated import gated_call, stopped
 from faults.gates import Gate, count_arrivals
 from faults.relay import Relay
+from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support import linking, moves, seccomp
 from tests.support.authority import Authority
 from tests.support.ends import ChildEnd, frozen, one_family
-from tests.support.kinds import Bytes, End, Pair, World
+from tests.support.kinds import Bytes, End, LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, begin_there, bytes_move_both_ways, explain, info, link, result_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
@@ -155,6 +156,16 @@ def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair) -> None:
     tcp_pair.prompt.do(_break_lanes, 2, 0)
     tcp_pair.prompt.do(call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), [3], [1])
     same_bytes(tcp_pair.prompt.do(show, "kv"), moved(src, dst, [(1, 3)]))
+
+
+def test_the_log_names_the_peer_of_a_lane_that_ends(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": "tcp"})
+    with Stranger(end.port) as stranger:
+        stranger.link(over="tcp", transport="tcp")
+        stranger.lanes[0].close()
+        wait_until(lambda: f"a data lane of {end.world.probe.link(66).peer} ended, 1 are left" in caplog.messages[-1])
+    linking.alone(end)
 
 
 def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair) -> None:

@@ -14,7 +14,7 @@ import pytest
 from faults.gated import gated_call
 from faults.gates import Gate
 from faults.strangers import Stranger, silent_port
-from llm_datadist import LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
+from llm_datadist import CacheKey, LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
 from tests.support import linking, moves, ranks
@@ -340,6 +340,40 @@ def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error(pair: Pair, tmp_
         same_bytes(pair.prompt.do(show, "kv"), source)
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def unlink_before_a_pin(world: World, peer: int) -> None:
+    """Have another thread give the link up, by force, when the control thread is about to pin a cache for the peer."""
+    registry = world.probe.engine.store.registry
+    pin = registry.pin
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        world.memory["pin"] = kwargs["pin_id"]
+        assert Call(unlink, world, [info(peer)], 10_000, True).result() == SUCCESS
+        return pin(*args, **kwargs)
+
+    vars(registry)["pin"] = late
+
+
+def last_pin(world: World) -> int:
+    """Return the number that the peer gave its pin, or 0."""
+    return int(world.memory["pin"])
+
+
+def test_what_is_pinned_while_another_thread_ends_the_link_is_not_kept(pair: Pair) -> None:
+    """By a Resolve, and, over tcp, by a read by key, which comes over a lane."""
+    keys = CacheKey(1, 1), CacheKey(1, 2)
+    prompt, decoder = pair.start(sync_kv_timeout=600_000)
+    prompt.do(make, "rows", Spec(keys=keys), 1)
+    decoder.do(make, "rows", Spec(), 2)
+    decoder.do(call, "pull_cache", keys[0], Use("rows"), 5)
+    wait_until(lambda: prompt.do(picture).pins == 0)
+    prompt.do(unlink_before_a_pin, 2)
+    with suppress(LLMException):  # its bytes may have been there first
+        decoder.do(call, "pull_cache", keys[1], Use("rows"), 6)
+    assert (prompt.do(last_pin) > 0) is (pair.transport == "tcp")
+    linking.alone(prompt, decoder)
+    wait_until(lambda: prompt.do(picture).pins == 0)
 
 
 def pull_until_refused(world: World) -> int:

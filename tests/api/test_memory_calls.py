@@ -1,5 +1,5 @@
 """Allocating, registering and giving back caches, and the pools they come from, also of huge pages (interface §6.1 to
-§6.7, §6.15, §7); what moves between caches of all placements and registered memory, and how a link reaches private
+§6.7, §6.15, §7); what moves between caches of all placements and registered memory, and how a link reaches non-pool
 memory of another process (interface R16). Wrong arguments by themselves: test_bad_input_calls.py."""
 
 import ctypes
@@ -159,7 +159,7 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
     def free() -> None:
         told.extend(guards.load(guard.slot) != guard.generation for guard in (advanced, retired))
 
-    storage = SimpleNamespace(tag=1, allocation=SimpleNamespace(free=free), private=False)
+    storage = SimpleNamespace(tag=1, allocation=SimpleNamespace(free=free), non_pool=False)
     freed: Any = SimpleNamespace(storage=storage, guard=retired)
     store.apply(Effects(advance=[advanced], retire=[retired], free=[freed]))
     assert told == [True, True]
@@ -369,7 +369,7 @@ def _shifted(world: World) -> Bytes:
     return fill(cache, 1)
 
 
-# --- private memory of another process --------------------------------------------------------------------------------
+# --- non-pool memory of another process -------------------------------------------------------------------------------
 @pytest.fixture(params=["auto", "cma"])
 def apart(request: pytest.FixtureRequest, children: tuple[ChildEnd, ChildEnd]) -> Iterator[Pair]:
     """Two ends in two processes, over the best transport of each kind, or over cma alone."""

@@ -43,7 +43,6 @@ from llm_datadist.bench.workload import (
     Op,
     fill,
     poison,
-    poison_blocks,
     verify,
 )
 from llm_datadist.errors import ParamError
@@ -100,7 +99,7 @@ def moved(work: BenchWorkload, seed: int, *, in_place: bool = False) -> list[Byt
     source, destination = ends(work, seed)
     if in_place:
         destination = source
-        poison_blocks(source, work)
+        poison(source, in_place=True)
     for there, here in zip(source, destination, strict=True):
         here[work.dst_blocks] = there[work.src_blocks]
     return destination
@@ -125,7 +124,7 @@ def test_every_block_has_bytes_of_its_own_each_seed_others_and_poison_is_where_s
     rows = {bytes(row) for view in (*views, *second) for row in view}
     assert len(rows) == 2 * work.tensors * work.rows
     kept = [view.copy() for view in views]
-    poison_blocks(views, work)
+    poison(views, in_place=True)
     for view, old in zip(views, kept, strict=True):
         assert (view[1::2] == POISON).all()
         assert np.array_equal(view[::2], old[::2])

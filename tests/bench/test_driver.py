@@ -3,10 +3,11 @@
 That every wrong byte is found is shown in test_contenders.py.
 """
 
+import io
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from llm_datadist.bench.cases import Case
 from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.processes import Build, Process, RunningContender
+from llm_datadist.bench.report import BenchReporter
 from llm_datadist.bench.workload import BenchWorkload, Op
 from tests.support.ends import has_ended, state_of
 from tests.support.moves import wait_until
@@ -34,10 +36,11 @@ def contender(name: str) -> str:
 GOOD = Case(contender=contender("Good"), call="copy", transport="hand", workload=WORK, passes=2)
 
 
-@dataclass
-class Told:
-    lines: list[str] = field(default_factory=list)
-    steps: list[tuple[str, int, int]] = field(default_factory=list)
+class Told(BenchReporter):
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.lines: list[str] = []
+        self.steps: list[tuple[str, int, int]] = []
 
     def say(self, text: str) -> None:
         self.lines.append(text)
@@ -124,13 +127,14 @@ from llm_datadist.bench.workload import Op, BenchWorkload
 running = RunningContender("cma", 120)
 with running.turn():
     running.start(BenchWorkload(op=Op.PULL, block_bytes=64, blocks=2))
-print(*running.pids, flush=True)
+print(*(each.pid for each in running.processes), flush=True)
 input()
 """
 
 
 def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_they_are_stopped() -> None:
     with RunningContender("cma", LONG_S) as running:
+        pids = [each.pid for each in running.processes]
         for number in range(3):
             with running.turn():
                 if number == 0:
@@ -138,8 +142,7 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
                 running.prepare(number)
                 running.run("timed", 1)
                 running.verify(number)
-            wait_until(lambda: {state_of(pid) for pid in running.pids} == {"T"})
-        pids = running.pids
+            wait_until(lambda: {state_of(pid) for pid in pids} == {"T"})
         assert len(set(pids)) == 2
     assert {state_of(pid) for pid in pids} == {""}, "they are gone at the end"
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -85,7 +85,7 @@ def test_a_link_over_a_transport_that_was_registered_moves_blocks_both_ways_and_
         prompt.cm.register_blocks_cache(desc, [each.ctypes.data for each in theirs], key)
         cache = decoder.cm.register_blocks_cache(desc, [each.ctypes.data for each in mine])
         said = decoder.dd.explain(1)
-        assert (said.transport, said.private_transport, said.reason) == ("toy", "toy", "toys at both ends")
+        assert (said.transport, said.private_transport, said.reason) == ("toy", "toy", "toys on both sides")
         decoder.cm.pull_blocks(key, cache, [3, 9, 4], [0, 7, 2])
         assert np.array_equal(mine, pulled)
         decoder.cm.push_blocks(key, cache, [7, 2], [15, 1])

@@ -7,7 +7,7 @@ import pytest
 
 from faults.lanepeer import LanePeerProcess
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._transport import instances
 from llm_datadist._transport.cma import CmaConnection
 from llm_datadist._transport.connection import Connection
@@ -16,8 +16,8 @@ from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing import LocalPeer, Peer, PeerProcess, TransportConformance
-from llm_datadist.testing.conformance import ProcessConformance, ServedConformance, one_row
-from llm_datadist.testing.scene import tensors_over, unchanged
+from llm_datadist.testing.conformance import ProcessConformance, ServedConformance
+from llm_datadist.testing.scene import one_row, tensors_over, unchanged
 
 
 class TestInproc(TransportConformance):
@@ -36,7 +36,7 @@ def _connect(memory: PeerMemory) -> CmaConnection:
 
 
 class TestCma(ProcessConformance):
-    """Over private memory of the other process."""
+    """Over non-pool memory of the other process."""
 
     @staticmethod
     def start() -> PeerProcess:
@@ -45,10 +45,10 @@ class TestCma(ProcessConformance):
     @pytest.mark.parametrize(("address", "extent"), [(2**63 - 64, 64), (2**63, 1), (2**64 - 1, 64), (0, 2**63)])
     def test_no_tensor_ends_outside_the_address_space(self, connection: Connection, address: int, extent: int) -> None:
         with pytest.raises(ProtocolError, match="region 0 "):
-            connection.map(np.array([PRIVATE], np.uint32), np.array([address], np.uint64), extent, writable=False)
+            connection.map(np.array([NON_POOL], np.uint32), np.array([address], np.uint64), extent, writable=False)
 
     def test_memory_that_is_not_mapped_there_is_a_failed_transfer(self, connection: Connection) -> None:
-        remote = connection.map(np.array([PRIVATE], np.uint32), np.array([8], np.uint64), 64, writable=True)
+        remote = connection.map(np.array([NON_POOL], np.uint32), np.array([8], np.uint64), 64, writable=True)
         for verb in (connection.read, connection.write):
             with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
                 verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))

@@ -33,7 +33,7 @@ from llm_datadist.errors import DeadlineExceeded, LLMException, ProtocolError
 
 _SPOKEN = b"toy 1"
 _PART_BYTES, _PART_RUNS = 256 << 10, 1 << 12
-_CAPABILITIES = Capabilities("toy", shared_regions=True, private_memory=True, remote_guards=True)
+_CAPABILITIES = Capabilities("toy", shared_regions=True, non_pool_memory=True, remote_guards=True)
 
 
 class Ask(msgspec.Struct, array_like=True):
@@ -69,7 +69,7 @@ class ToyTransport(Transport):
 
     def judge(self, meeting: Meeting) -> Verdict:
         spoken = meeting.theirs.get(self.name) == _SPOKEN
-        return Verdict(spoken, "toys at both ends" if spoken else "the peer has no toy")
+        return Verdict(spoken, "toys on both sides" if spoken else "the peer has no toy")
 
     def connect(self, meeting: Meeting) -> Connection:
         server = ToyServer(self._owner, self._moving)

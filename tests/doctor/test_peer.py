@@ -227,10 +227,12 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "mend"), [(b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"), (b"", "ps -o stat")]
+    ("answer", "mend"),
+    [(b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"), (None, "pip install --upgrade"), (b"", "ps -o stat")],
 )
-def test_port_of_something_else(answer: bytes, mend: str) -> None:
-    with listener(lambda sock: sock.sendall(answer)) as port:
+def test_port_of_something_else(answer: bytes | None, mend: str) -> None:
+    """Or of another version of the protocol, which hangs up (None)."""
+    with listener(lambda sock: sock.close() if answer is None else sock.sendall(answer)) as port:
         _fails(port, finding="peer_link", value="", mend=mend)
 
 

@@ -17,8 +17,8 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.handshake import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.handles import encode_handle
-from llm_datadist._transfer.target import MoveTarget
+from llm_datadist._transfer.handles import Handle, encode_handle
+from llm_datadist._transfer.target import Target
 from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist.errors import CacheNotFound, LinkRefused
@@ -122,7 +122,7 @@ def _pins_end_within(world: World) -> float:
 
 
 def test_attack_poc8_strangers_use_up_no_more_links_and_descriptors_than_they_may(tcp_pair: Pair) -> None:
-    tcp_pair.start(extra={"llm.MaxLinks": "8"})
+    tcp_pair.start(extra={"llm.MaxLinks": "8", "llm.PeerTimeout": "600"})  # the strangers send no beats
     prompt, port = tcp_pair.prompt, tcp_pair.prompt.port
     before = prompt.do(residue_of)["fds"].total()
     with ExitStack() as stack:
@@ -186,11 +186,11 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     engine, cache = end.world.probe.engine, end.world.caches["kv"]
     guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
-    target = MoveTarget(engine.store, AccessPolicy(engine.store))
+    target = Target(engine.store, AccessPolicy(engine.store))
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
     def ask(generation: int) -> MoveReply:
-        handle = encode_handle(cache.cache_id, 0, [wire.Guarded(guard.slot, generation)])
+        handle = encode_handle(Handle(cache.cache_id, 0, [wire.Guarded(guard.slot, generation)]))
         return target.on_move(object(), MoveRequest(handle, 48, plan, write=False))
 
     assert ask(guard.generation).guards[0][1] == guard.generation

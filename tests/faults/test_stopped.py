@@ -3,6 +3,7 @@ lie."""
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import Dial, _BlockingFrames
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.messages import Linked, Locate
-from llm_datadist._transfer.addresses import Locator
+from llm_datadist._transfer.layerwise import AddressDelivery
 from tests.support.ends import ChildEnd, End, LocalEnd
 from tests.support.layers import addresses, begin, finish, raw, ready, received, send
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links
@@ -162,7 +163,7 @@ def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
     end: LocalEnd, victim: ChildEnd, tmp_path: Path, after: bool, transport: str
 ) -> None:
     before = start(end, victim, transport)
-    victim.do(stop_at, Locator, "locate", after, tmp_path)
+    victim.do(stop_at, AddressDelivery, "_locate", after, tmp_path)
     config = raw(end, "kv")
     victim.do(begin, "kv", [config])
     victim.do(ready, 0, 1, 2)
@@ -180,6 +181,12 @@ def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
         assert end.do(addresses, "kv") == config.dst_addrs
         assert next_one.do(send, "kv", [config]).first is LLMStatusCode.LLM_SUCCESS
         next_one.stop()
+
+
+def be_patient(world: World) -> None:
+    """Give later calls a minute."""
+    engine = world.probe.engine
+    engine.options = replace(engine.options, sync_kv_timeout_ms=60_000)
 
 
 @OVER_BOTH
@@ -203,6 +210,7 @@ def test_r07_r22_an_owner_that_stands_still_costs_one_transfer_its_time_and_one_
     # Where it has been told, the push may find the owner still, or finish beside it.
     assert after or result is LLMStatusCode.LLM_TIMEOUT
     Gate(tmp_path).open()
+    end.do(be_patient)
     if not after:
         same_bytes(received(victim), before)
     assert end.do(links) == {1: "ready"}

@@ -24,6 +24,7 @@ from llm_datadist.cli import main  # noqa: E402
 from llm_datadist.cli.app import app  # noqa: E402
 from llm_datadist.demo.workload import DemoWorkload  # noqa: E402
 from tests.support import source  # noqa: E402
+from tests.support.authority import secret_file  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
 
@@ -152,10 +153,12 @@ def test_completion_for_shells(shell: str) -> None:
         ("keys show /nowhere", "No such file or directory: '/nowhere'"),
         ("keys show {folder}", "Is a directory"),
         ("keys new {folder}", "Is a directory"),
+        ("keys new {folder}/two --id today", "/two has a secret 'today' already, or that is not one word: choose"),
         ("keys new {folder}/ca --ca --cluster seven", "--cluster 'seven' is neither a cluster id nor *"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path) -> None:
+    secret_file(tmp_path / "two", today=b"s" * 32)
     done = (run if line == "fly" else run_here)(*line.format(folder=tmp_path).split())
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -196,8 +199,8 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: s
     workload = DemoWorkload()
     assert [result[each] for each in ("ok", "tokens_equal", "kv_equal", "error")] == [True, True, True, None]
     assert len(result["tokens"]) == workload.generate == 32
-    assert result["blocks"] == workload.prompt_blocks
-    assert result["bytes"] == workload.prompt_blocks * workload.num_tensors * workload.block_bytes
+    assert result["blocks"] == (blocks := -(-workload.prompt_tokens // workload.block_tokens))
+    assert result["bytes"] == blocks * workload.num_tensors * workload.block_bytes
     assert result["seconds"] > 0
     assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
     assert result["reason"]

@@ -118,7 +118,7 @@ struct WriteIntents : rl::test_suite<WriteIntents, 3> {
             // apply (_cache/store.py): `self._guards.void(guard)`
             advance(guard);
         }
-        // apply (_cache/store.py): `busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)`
+        // apply (_cache/store.py): `busy = self.writers.busy(entry.guard.slot, readers=entry.storage.non_pool)`
         // WriterScan (write_intents.hpp): `__atomic_thread_fence(__ATOMIC_SEQ_CST)`
         if (kept(2)) rl::atomic_thread_fence(rl::memory_order_seq_cst);
         // used (write_intents.hpp): `__atomic_load_n(&header().used, __ATOMIC_SEQ_CST)`

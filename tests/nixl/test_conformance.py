@@ -17,9 +17,9 @@ from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, NixlRefused, _encode
 from llm_datadist._transport.nixl_agent import Address, Agent, BytesDone, NixlFailed
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
 from llm_datadist.testing import Peer
-from llm_datadist.testing.conformance import ServedConformance, one_row
+from llm_datadist.testing.conformance import ServedConformance
 from llm_datadist.testing.peers import REGION_BYTES
-from llm_datadist.testing.scene import BUDGET_MS, beginning_of, read_beginning, tensors_over
+from llm_datadist.testing.scene import BUDGET_MS, beginning_of, one_row, read_beginning, tensors_over
 from tests.support.moves import wait_until
 
 

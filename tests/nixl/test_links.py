@@ -135,7 +135,7 @@ def test_forced_nixl_moves_bytes_both_ways_and_says_what_ucx_uses(tcp_pair: Pair
     for end, peer in ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1)):
         said = end.do(explain, peer)
         assert (said.transport, said.private_transport) == ("nixl", "nixl")
-        assert "it uses tcp" in said.reason
+        assert "UCX uses tcp" in said.reason
     bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
     before = tcp_pair.decoder.do(progress_seconds)
     assert before > 0.0

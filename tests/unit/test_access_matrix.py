@@ -36,8 +36,8 @@ from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumTarget
-from llm_datadist._transfer.handles import encode_handle, encode_key_handle
-from llm_datadist._transfer.target import MoveTarget, Target
+from llm_datadist._transfer.handles import Handle, KeyHandle, encode_handle
+from llm_datadist._transfer.target import Target
 from llm_datadist._transport.moves import MoveRequest
 from llm_datadist.config import Options
 
@@ -70,7 +70,6 @@ class Bench:
         undo.callback(self.store.close)
         policy = AccessPolicy(self.store, peers)
         self.target = Target(self.store, policy)
-        self.lanes = MoveTarget(self.store, policy)
         self.checksums = ChecksumTarget(self.store, policy, None)
         undo.callback(self.checksums.close)
         self.key: Any = BlocksCacheKey(1, 0) if kind.startswith("blocks") else CacheKey(1, req_id=7)
@@ -103,12 +102,12 @@ class Bench:
         if pin is None:
             key = key_of(self.key)
             assert key is not None
-            handle = encode_key_handle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0)
+            handle = encode_handle(KeyHandle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0))
         else:
-            handle = encode_handle(self.entry.cache_id, pin, self._guards())
+            handle = encode_handle(Handle(self.entry.cache_id, pin, self._guards()))
         request = MoveRequest(handle, self.entry.geometry.stride, plan, push)
         try:
-            self.lanes.on_move(link, request)
+            self.target.on_move(link, request)
         except LLMException as error:
             return _REFUSALS[error.status_code]
         return "yes"

@@ -186,9 +186,8 @@ def test_every_message_survives_the_trip_and_none_is_one_cut_short_or_with_more_
 
 
 def test_all_kinds_are_decoded_and_every_field_up_to_its_limit() -> None:
-    assert set(KINDS.values()) == {*messages.Message.__subclasses__(), *messages.Greeting.__subclasses__()} - {
-        messages.Greeting
-    }
+    bases = messages.Message, messages.Greeting, messages.Numbered
+    assert set(KINDS.values()) == {kind for base in bases for kind in base.__subclasses__()} - {*bases}
     id, u64, same = 2**63 - 1, 2**64 - 1, bytes(16)
     communicator = messages.CommunicatorId("x" * 127, [(u64, 2**32 - 1)] * 4, same, same)
     offers = {f"{number:064}": b"x" * messages.MAX_OFFER for number in range(messages.MAX_OFFERS)}
@@ -242,11 +241,11 @@ PATIENCE_MS = 30_000
 
 def test_a_frame_may_have_as_many_bytes_as_the_limit_and_what_came_before_a_larger_one_is_delivered() -> None:
     """Streams that are cut anywhere: the tests of many threads below."""
-    parser = FrameParser(3)
-    parser.feed(FRAME_HEADER.pack(0) + FRAME_HEADER.pack(3) + b"abc" + FRAME_HEADER.pack(4))
-    assert [parser.take(), parser.take()] == [b"", b"abc"]
+    parser, full = FrameParser(), bytes(FRAME_LIMIT)
+    parser.feed(FRAME_HEADER.pack(0) + FRAME_HEADER.pack(FRAME_LIMIT) + full + FRAME_HEADER.pack(FRAME_LIMIT + 1))
+    assert [parser.take(), parser.take()] == [b"", full]
     for _ in range(2):
-        with pytest.raises(ProtocolError, match="4 bytes: at most 3"):
+        with pytest.raises(ProtocolError, match=f"{FRAME_LIMIT + 1} bytes: at most {FRAME_LIMIT}"):
             parser.take()
 
 
@@ -499,7 +498,7 @@ def test_tune_sets_what_every_control_socket_has() -> None:
 
 def test_a_caller_that_prepared_reads_an_answer_that_is_there_or_leaves_the_channel_to_others(ends: Ends) -> None:
     waiter, first, second = (ends.expect(number) for number in (7, 1, 2))
-    ends.channel.prepare(waiter)
+    ends.channel.take_role(waiter)
     ends.say(UnlinkAck(7))
     for _ in range(2):  # turns of the control thread: it would have read what it is woken for
         ends.control.call(lambda: None)
@@ -508,8 +507,8 @@ def test_a_caller_that_prepared_reads_an_answer_that_is_there_or_leaves_the_chan
     assert waiter.answer == UnlinkAck(7)
     assert ends.answered == [(7, threading.current_thread().name)]
     assert ends.at_rest()
-    ends.channel.prepare(first)
-    ends.channel.prepare(second)  # the first one reads already
+    ends.channel.take_role(first)
+    ends.channel.take_role(second)  # the first one reads already
     ends.channel.forgo(second)
     assert ends.led()
     ends.say(Beat(1))

@@ -62,7 +62,7 @@ def test_what_is_right_comes_back_as_the_same_object() -> None:
     names, pairs = ["a", "b"], {1: [2]}
     assert checks.check_type("v", names, list) is checks.check_type("v", names, (tuple, list)) is names
     assert checks.check_list("v", names, str) is names
-    assert checks.check_list("v", (), str, tuple_ok=True) == ()
+    assert checks.check_list("v", (), str) == ()
     assert checks.check_dict("copies", pairs, int, list) is pairs
     for layers in (range(1), range(3, 9), range(0), range(5, 2)):
         assert checks.check_range("src_layer_range", layers) is layers
@@ -73,8 +73,7 @@ def test_what_is_right_comes_back_as_the_same_object() -> None:
 def test_every_allowed_type_and_the_element_are_named_and_long_values_shortened() -> None:
     lists, names = partial(checks.check_type, types=(list, tuple)), partial(checks.check_list, inner=str)
     refuse_each(partial(_named, lists), {}, {}, bad(TYPE, "v only support [list, tuple] but got str: 'abc'", v="abc"))
-    both = partial(_named, partial(names, tuple_ok=True))
-    refuse_each(both, {}, {}, bad(TYPE, "v only support [list, tuple] but got set", v={"a"}))
+    refuse_each(partial(_named, names), {}, {}, bad(TYPE, "v only support [list, tuple] but got set", v={"a"}))
     rows = (
         bad(TYPE, "v[1] inner type only support [str] but got int: 3", v=["a", 3]),
         bad(NONE, "v[1] inner type only support [str]", v=["a", None]),

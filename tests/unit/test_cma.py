@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._transport import cma, peer_memory
 from llm_datadist._transport.cma import CmaConnection, probe
 from llm_datadist._transport.connection import Connection
@@ -24,8 +24,7 @@ from llm_datadist._transport.peer_memory import PeerMemory, peer_credentials
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.errors import LinkRefused, PeerLost, StateError
 from llm_datadist.testing import PeerProcess
-from llm_datadist.testing.conformance import one_row
-from llm_datadist.testing.scene import residue, settled, tensors_over, unchanged
+from llm_datadist.testing.scene import one_row, residue, settled, tensors_over, unchanged
 
 
 @pytest.fixture
@@ -42,11 +41,11 @@ def test_a_peer_is_reached_only_where_it_shows_its_cookie(
 ) -> None:
     """The header of the guard table serves as cookie too; an address comes from the wire and is not trusted."""
     (process, peer), cookie, own = met, secrets.token_bytes(16), met[1].cookie
-    process.poke(PRIVATE, np.frombuffer(cookie, np.uint8))
-    place, pid = process.address(PRIVATE), f"pid {peer.pid}"
+    process.poke(NON_POOL, np.frombuffer(cookie, np.uint8))
+    place, pid = process.address(NON_POOL), f"pid {peer.pid}"
     for address, shown, reason in (
         (place, cookie, None),
-        (process.cookie_address(), own, None),
+        (process.ask(int, "cookie_address"), own, None),
         (place + 1, cookie, f"{pid} shows another cookie than the peer's: it is another process"),
         (8, cookie, f"{pid} has no cookie where the peer has it: it is another process"),
     ):
@@ -93,7 +92,7 @@ def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_writt
     peer.share().pid, pid = os.getpid(), peer.pid
     stranger = CmaConnection(peer, writable=True)
     at = np.array([mine.ctypes.data], np.uint64)
-    remote = stranger.map(np.array([PRIVATE], np.uint32), at, 64, writable=True)
+    remote = stranger.map(np.array([NON_POOL], np.uint32), at, 64, writable=True)
     for verb in (stranger.read, stranger.write):
         with pytest.raises(PeerLost, match="has ended" if ended else "it is another process"):
             verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
@@ -120,7 +119,7 @@ def test_the_number_of_unknown_users_is_no_user(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
-    """Regions over shm, private memory over cma, guards over both; either may go first."""
+    """Regions over shm, non-pool memory over cma, guards over both; either may go first."""
     opened: list[tuple[CmaConnection, PeerMemory]] = []
 
     def both(memory: PeerMemory) -> Connection:

@@ -18,7 +18,7 @@ from faults.strangers import listener
 from llm_datadist import errors
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import CONTROL_PREAMBLE
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport import lanes as transport
@@ -122,7 +122,7 @@ class Handler:
 
 def move(connection: Connection, data: twin.Bytes, *, write: bool = False) -> int:
     """Read one run into ``data``, or write it."""
-    remote = connection.map(np.array([PRIVATE], np.uint32), np.array([64], np.uint64), data.size, writable=True)
+    remote = connection.map(np.array([NON_POOL], np.uint32), np.array([64], np.uint64), data.size, writable=True)
     verb = connection.write if write else connection.read
     return verb(one_row(data.size), tensors_over(data), remote, None, Deadline(20_000))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llm_datadist._native import NO_DEADLINE, CopyPool, Plan, Tensors, surviving
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest
+from llm_datadist._native.plan import NONCE_BYTES, PlanSide, digest
 from llm_datadist.errors import ParamError
 from tests.support import twin
 
@@ -202,7 +202,7 @@ def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
         assert digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(b"\1")) is None
         whole = digest(end, helpers, NO_DEADLINE, NONCE, cancelled=bytearray(1))
         assert whole is not None
-        assert (whole.itemsize, whole.nbytes) == (8, DIGEST_BYTES), "two halves"
+        assert (whole.itemsize, whole.nbytes) == (8, 16), "two halves"
     assert found(plan_of([]), tensors).shape == (1, 1, 2)
 
 

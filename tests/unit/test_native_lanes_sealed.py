@@ -21,6 +21,7 @@ import pytest
 from faults import lane_ends
 from faults.lane_ends import BIG, DATA, READ, WRITE, Target, Wire, deadline, frame_of, joined, next_event, one_row
 from faults.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
+from llm_datadist._memory.segment import new_memfd
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, Tensors, WriteAsked
 from llm_datadist._native import encode_request as encode
 from llm_datadist.errors import ParamError
@@ -232,9 +233,13 @@ def test_a_lane_that_breaks_in_its_payload_breaks_nothing_else(at: str) -> None:
     assert np.array_equal(other, source)
 
 
-def transits() -> int:
-    """Return how many files this process has for bytes on their way to memory that can be unmapped."""
-    return sum("lldd-transit" in each for each in descriptors())
+F_SEAL_EXEC = 0x20
+
+
+def transits() -> list[int]:
+    """Return the seals against execution of the files for bytes on their way to memory that can be unmapped."""
+    files = [int(each.split()[0]) for each in descriptors() if "lldd-transit" in each]
+    return [fcntl.fcntl(fd, fcntl.F_GET_SEALS) & F_SEAL_EXEC for fd in files]
 
 
 def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
@@ -242,7 +247,8 @@ def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
     with joined(2) as ends, Target(ends.far, tensors(source)):
         for lane in ends.lanes:
             assert ends.move(lane, one_row(MIB), tensors(memory)).ending is Ending.GOOD
-            assert transits() == 2
+            with open(new_memfd("as others are"), "rb") as other:
+                assert transits() == [fcntl.fcntl(other, fcntl.F_GET_SEALS) & F_SEAL_EXEC] * 2
             ends.near.drop_lane(lane)
         wait_for(lambda: not transits())
     assert memory.all()

@@ -21,7 +21,7 @@ import pytest
 
 from faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.signals import hold_signals, put_off
@@ -398,7 +398,7 @@ def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
         mock.patch("llm_datadist._transport.nixl.Agent", agent),
         NixlConnection(context, "tcp", writable=True) as connection,
     ):
-        remote = connection.map(np.array([PRIVATE], np.uint32), np.zeros(1, np.uint64), 64, writable=True)
+        remote = connection.map(np.array([NON_POOL], np.uint32), np.zeros(1, np.uint64), 64, writable=True)
         plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
         connection.write(plan, tensors_over(np.zeros(64, np.uint8)), remote, None, deadline)
 

@@ -21,6 +21,7 @@ from llm_datadist._memory import segment as segments
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, Segment, SharedSegment
 from llm_datadist._native import unmap_elsewhere
+from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
 from llm_datadist.testing.scene import residue
 from llm_datadist.testing.staged_device import CopyCount, StagedDevice
@@ -256,6 +257,9 @@ def test_memory_that_is_shared_is_not_executable(monkeypatch: pytest.MonkeyPatch
         assert asked == ([8, 0] if old_kernel else [8])
         assert fcntl.fcntl(made.fd, fcntl.F_GET_SEALS) & SIZE_SEALS == SIZE_SEALS
         assert old_kernel or os.fstat(made.fd).st_mode & 0o111 == 0
+    asked.clear()
+    StatisticsPage(1, lambda: pytest.fail("nothing is published")).close()
+    assert asked == ([8, 0] if old_kernel else [8])
 
 
 # --- memory of the user, devices --------------------------------------------------------------------------------------

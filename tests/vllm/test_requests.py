@@ -204,7 +204,7 @@ def test_blocks_of_unclaimed_offers_are_bounded_and_counted(make: Callable[..., 
     first = offered(prefill, "first", [1, 2, 3])
     offered(prefill, "second", [3, 4, 5])  # five blocks, because one is the same
     assert prefill.prefill("third", {"do_remote_decode": True}, [6, 7]) is None
-    stats = prefill.scheduler.take_stats()
+    stats = prefill.scheduler.stats.take()
     assert stats is not None
     assert stats.data["refused_offers"] == 1
     assert decode.fetched("first", first, [1, 2, 3])
@@ -219,7 +219,7 @@ def test_an_offer_that_ends_with_its_cache_is_not_counted_as_expired(make: Calla
     (key,) = prefill.worker.datadist.statistics().keys
     prefill.worker.datadist.cache_manager.unregister_cache(key.cache_id)
     prefill.until(lambda: "first" in prefill.sent)
-    stats = prefill.worker.take_stats()
+    stats = prefill.worker.stats.take()
     assert stats is not None
     assert (stats.data["revoked_grants"], stats.data["expired_grants"]) == (1, 0)
 

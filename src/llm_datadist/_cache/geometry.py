@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from llm_datadist import _native
 from llm_datadist._native import BlockList, BlockPlanner, Plan
@@ -19,7 +20,6 @@ from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, Protoc
 from llm_datadist.types.data_type import DataType
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist.types import CacheDesc
@@ -78,18 +78,6 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
             placement=int(desc.placement),
         )
 
-    def verify(self) -> None:
-        """Raise ProtocolError if a peer's geometry could make an address overflow or leave a tensor."""
-        sound = (
-            0 < self.num_tensors <= _MAX_TENSORS
-            and self.rows > 0
-            and self.stride > 0
-            and 0 < self.tensor_bytes <= _MAX_TENSOR_BYTES
-            and self.rows * self.stride <= self.tensor_bytes
-        )
-        if not sound:
-            raise ProtocolError(f"peer sent an impossible cache geometry: {self}")
-
     def require_row(self, name: str, row: int) -> None:
         """Raise ParamError about argument ``name`` unless the row exists."""
         if row >= self.rows:
@@ -113,7 +101,7 @@ _decoder: Final = msgspec.msgpack.Decoder(Geometry)
 
 
 def decode_geometry(raw: bytes) -> Geometry:
-    """Decode and verify a peer's geometry, cached, or raise ProtocolError."""
+    """Decode a peer's geometry, cached. ProtocolError if it could make an address overflow or leave a tensor."""
     return _decode_cached(raw) if len(raw) <= _CACHED_GEOMETRY_BYTES else _decode(raw)
 
 
@@ -122,7 +110,15 @@ def _decode(raw: bytes) -> Geometry:
         geometry = _decoder.decode(raw)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"peer sent an invalid cache geometry: {error}") from error
-    geometry.verify()
+    sound = (
+        0 < geometry.num_tensors <= _MAX_TENSORS
+        and geometry.rows > 0
+        and geometry.stride > 0
+        and 0 < geometry.tensor_bytes <= _MAX_TENSOR_BYTES
+        and geometry.rows * geometry.stride <= geometry.tensor_bytes
+    )
+    if not sound:
+        raise ProtocolError(f"peer sent an impossible cache geometry: {geometry}")
     return geometry
 
 
@@ -183,18 +179,12 @@ class LayerSelection:
 
 
 class CachePair(msgspec.Struct, eq=False):
-    """Compared remote and local cache, with the last block planner. Any thread.
-
-    Attributes:
-        row: Row of the remote cache.
-        cache_id: Local cache.
-        same_memory: True if both have the same tensors.
-    """
+    """Compared remote and local cache, with the last block planner. Any thread."""
 
     remote: Geometry
-    row: int
-    cache_id: int
-    same_memory: bool
+    row: int  # of the remote cache
+    cache_id: int  # local
+    same_memory: bool  # True if both have the same tensors
     _compared: tuple[LayerSelection, BlockPlanner] | None = None
 
     def block_planner(self, src: Geometry, dst: Geometry, layers: LayerSelection) -> BlockPlanner:
@@ -218,11 +208,8 @@ def plan_row(
     """Plan row -> row, for pull_cache and push_cache.
 
     ``size`` is bytes per tensor; -1 is the rest of the destination's row, so a longer source row is truncated.
-
-    Raises:
-        CacheMismatch: A side is a blocks cache, or the bytes do not fit.
-        CacheNotFound: The source row does not exist.
-        ParamError: The destination row does not exist, or a layer range does not fit.
+    CacheMismatch: a side is a blocks cache, or the bytes do not fit. CacheNotFound: no such source row. ParamError: no
+    such destination row, or a layer range does not fit.
     """
     for side, geometry in (("source", src), ("destination", dst)):
         if not geometry.kind.serves(CacheKind.CACHE):
@@ -311,22 +298,14 @@ def _require_src_row(src: Geometry, row: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Plan of one tensor, which a layer-wise transfer applies to each layer and destination.
+    """Plan of one tensor, which a layer-wise transfer applies to each layer and destination."""
 
-    Attributes:
-        kind: Kind of the source.
-        runs: As in :class:`Plan`, but destination offsets are relative.
-        unit: Bytes of a destination block, or of the row.
-        blocks: Destination blocks; None for a row.
-        extent: Relative end of the last run.
-    """
-
-    kind: CacheKind
-    runs: NDArray[np.uint64]
+    kind: CacheKind  # of the source
+    runs: NDArray[np.uint64]  # as in Plan, but destination offsets are relative
     ordered: bool
-    unit: int
-    blocks: NDArray[np.int64] | None
-    extent: int
+    unit: int  # bytes of a destination block, or of the row
+    blocks: NDArray[np.int64] | None  # of the destination; None for a row
+    extent: int  # relative end of the last run
 
     @classmethod
     def of_row(cls, src: Geometry, row: int) -> LayerPlan:
@@ -386,10 +365,7 @@ class LayerPlan:
 
         With ``alias``, the same tensors on both sides, runs are ordered (interface R26).
         """
-        runs = self.runs
-        if offset:
-            runs = runs.copy()
-            runs[:, 0] += offset
+        runs = self.runs + np.array([offset, 0, 0], np.uint64) if offset else self.runs
         nbytes = int(runs[:, 2].sum()) * count
         return Plan(dst_first, src_first, count, runs, ordered=self.ordered or alias, nbytes=nbytes)
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
@@ -23,11 +24,8 @@ from llm_datadist.types import BlocksCacheKey, CacheKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-
-MAX_PINS_PER_PEER: Final = 4096
-"""Bound of the cost of a peer that never releases."""
-FIRST_NAMED_PIN: Final = 1 << 62
-"""Peers number their pins from here on; the registry's own numbers are below."""
+MAX_PINS_PER_PEER: Final = 4096  # bounds the cost of a peer that never releases
+FIRST_NAMED_PIN: Final = 1 << 62  # peers number their pins from here on; the registry's own numbers are below
 
 
 class Namespace:
@@ -61,7 +59,7 @@ def _show_key(key: Key) -> str:
     return f"CacheKey({name}={number}, model_id={model})"
 
 
-class State(Enum):
+class CacheState(Enum):
     LIVE = "live"
     DEFERRED = "deferred"
     DRAINING = "draining"
@@ -78,14 +76,14 @@ class Event(Enum):
     DROP_OWNER = "drop owner"
     WITHDRAW = "withdraw"  # owner and keys at once: blocks caches, registered caches, finalize
 
-    __hash__ = object.__hash__  # as State
+    __hash__ = object.__hash__  # as CacheState
 
 
-_L, _D, _P, _F = State.LIVE, State.DEFERRED, State.DRAINING, State.FREED
+_L, _D, _P, _F = CacheState.LIVE, CacheState.DEFERRED, CacheState.DRAINING, CacheState.FREED
 
 #: (state, event) -> possible states; other pairs are illegal. The remaining references decide: owner -> LIVE, keys ->
 #: DEFERRED, only users -> DRAINING, none -> FREED.
-TRANSITIONS: Final[dict[tuple[State, Event], frozenset[State]]] = {
+TRANSITIONS: Final[dict[tuple[CacheState, Event], frozenset[CacheState]]] = {
     (_L, Event.BIND): frozenset({_L}),
     (_L, Event.UNBIND): frozenset({_L}),
     (_L, Event.PIN): frozenset({_L}),
@@ -100,24 +98,22 @@ TRANSITIONS: Final[dict[tuple[State, Event], frozenset[State]]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Lifecycle:
     """State of one entry and its last 16 events. Used under the registry's lock."""
 
-    __slots__ = ("_history", "name", "state")
+    name: str
+    state: CacheState = CacheState.LIVE
+    _history: deque[tuple[Event, int, int, CacheState]] = field(default_factory=partial(deque, maxlen=16))
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.state = State.LIVE
-        self._history: deque[tuple[Event, int, int, State]] = deque(maxlen=16)
-
-    def require(self, event: Event) -> frozenset[State]:
+    def require(self, event: Event) -> frozenset[CacheState]:
         """Return the states after ``event``; StateError, with the history, if it is illegal."""
         targets = TRANSITIONS.get((self.state, event))
         if targets is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
         return targets
 
-    def settle(self, event: Event, *, owner: bool, keys: int, pins: int) -> State:
+    def transition(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
         """Enter the state that the references imply."""
         targets = self.require(event)
         target = _L if owner else _D if keys else _P if pins else _F
@@ -156,14 +152,7 @@ class Binding:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One cache. ``storage`` and ``guard`` are the caller's.
-
-    Attributes:
-        owner: False once its owner has given it back.
-        pins: Number of peers' pins.
-        uses: Local uses. The gate, open while the cache can be found, changes under the registry's lock.
-        closing: True while the cache is being unregistered.
-    """
+    """One cache. ``storage`` and ``guard`` are the caller's."""
 
     cache_id: int
     geometry: Geometry
@@ -172,11 +161,11 @@ class Entry:
     owned: bool
     remote_accessible: bool
     life: Lifecycle
-    owner: bool = True
+    owner: bool = True  # False once its owner has given it back
     bindings: dict[Key, Binding] = field(default_factory=dict)
-    pins: int = 0
-    uses: UseGate = field(default_factory=UseGate)
-    closing: bool = False
+    pins: int = 0  # of peers
+    uses: UseGate = field(default_factory=UseGate)  # local; open while the cache can be found; changes under the lock
+    closing: bool = False  # True while the cache is being unregistered
 
     @property
     def reachable(self) -> bool:
@@ -189,16 +178,13 @@ class Entry:
 
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``."""
-        return next((b for b in self.bindings.values() if b.row == row and b.key[0] == Namespace.REQUEST), None)
+        bindings = tuple(self.bindings.values())  # a copy: another thread may bind a key meanwhile
+        return next((b for b in bindings if b.row == row and b.key[0] == Namespace.REQUEST), None)
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Protection of an entry's memory for a peer, until release or expiry.
-
-    Attributes:
-        served: Bit t: this process has sent tensor t. None if the peer reads the memory itself.
-    """
+    """Protection of an entry's memory for a peer, until release or expiry."""
 
     pin_id: int
     peer: object
@@ -206,7 +192,7 @@ class Pin:
     row: int
     binding: Binding | None
     expires: float
-    served: int | None = None
+    served: int | None = None  # bit t: this process has sent tensor t; None if the peer reads the memory itself
 
 
 def _tensors(entry: Entry, first: int, count: int) -> int:
@@ -232,7 +218,7 @@ NOTHING: Final = Effects()
 class Registry:
     """Caches, keys and pins of one LLMDataDist. Ids count from ``first_id``.
 
-    Threads: any; one lock, never held across a call to another object.
+    Threads: any; one lock, never held across a call to another object. Look-ups need none.
     Errors: a refused call changes nothing.
     """
 
@@ -241,7 +227,7 @@ class Registry:
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number
-        self._pins_of: dict[object, int] = {}
+        self._pins_of: Counter[object] = Counter()
         self._draining: set[Entry] = set()
         self.next_id = first_id
         self._next_pin = 1
@@ -251,9 +237,12 @@ class Registry:
         self.unknown_releases = 0
 
     def require_free(self, keys: Iterable[Key]) -> None:
-        """Raise KeyInUse if a key is bound (interface R3). An early check: :meth:`add` decides."""
-        with self._lock:
-            self._require_free(keys)
+        """Raise KeyInUse if a key is bound (interface R3). Without the lock an early check: :meth:`add` decides."""
+        for key in keys:
+            binding = self._keys.get(key)
+            if binding is not None:
+                cache = binding.entry.cache_id
+                raise KeyInUse(f"key {_show_key(key)} is bound to cache {cache}: remove or pull it first")
 
     def add(
         self,
@@ -273,7 +262,7 @@ class Registry:
         effects = Effects()
         with self._lock:
             if owned:
-                self._require_free(key for key, _, _ in keys)
+                self.require_free(key for key, _, _ in keys)
             life = Lifecycle(f"cache {self.next_id}")
             entry = Entry(self.next_id, geometry, storage, guard, owned, remote_accessible, life)
             self.next_id += 1
@@ -310,9 +299,8 @@ class Registry:
 
     def registered(self, cache_id: int) -> Entry | None:
         """Return the registered cache, even one being unregistered, or None."""
-        with self._lock:
-            entry = self._entries.get(cache_id)
-            return None if entry is None or entry.owned else entry
+        entry = self._entries.get(cache_id)
+        return None if entry is None or entry.owned else entry
 
     def begin_closing(self, entry: Entry) -> bool:
         """Make lookups fail; return False if the cache is gone or already closing."""
@@ -350,10 +338,13 @@ class Registry:
                 self._unpin(pin, effects)
         return effects
 
-    def lookup(self, cache_id: int, what: str = "cache") -> Entry:
+    def lookup(self, cache_id: int, what: object = "cache") -> Entry:
         """Return the entry, also if deallocated with unconsumed keys, or raise CacheNotFound."""
-        with self._lock:
-            return self._lookup(cache_id, what)
+        entry = self._entries.get(cache_id)
+        if entry is None:
+            raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
+        entry.require_open()
+        return entry
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
         """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
@@ -361,7 +352,7 @@ class Registry:
         if entry is not None and entry.uses.try_enter():
             return entry  # no event, no lock: a use changes no state of an open cache
         with self._lock:
-            entry = self._lookup(cache_id, what)
+            entry = self.lookup(cache_id, what)
             entry.uses.enter()
             return entry
 
@@ -371,7 +362,7 @@ class Registry:
             return NOTHING  # no event, no lock: as in begin_use
         with self._lock:
             entry.uses.leave()
-            if entry.life.state is not State.DRAINING:
+            if entry.life.state is not CacheState.DRAINING:
                 return NOTHING
             effects = Effects()
             self._transition(entry, Event.UNPIN, effects)
@@ -379,25 +370,30 @@ class Registry:
 
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:
         """Return (entry, row, binding) of a key, or of a cache id and row; CacheNotFound (interface B8)."""
-        with self._lock:
-            return self._find(key, cache_id, row)
+        if key is not None:
+            binding = self._keys.get(key)
+            if binding is None:
+                raise CacheNotFound(f"key {_show_key(key)} is not bound: not published yet, consumed, or removed")
+            binding.entry.require_open()
+            return binding.entry, binding.row, binding
+        entry = self.lookup(cache_id, "cache_id")
+        if row >= entry.geometry.rows:
+            raise CacheNotFound(f"cache {cache_id} has {entry.geometry.rows} rows, so no row {row}")
+        return entry, row, entry.binding_of_row(row)
 
     def pin(
         self, peer: object, expires: float, *, key: Key | None = None, cache_id: int = 0, row: int = 0, pin_id: int = 0
     ) -> Pin:
         """Pin the cache that :meth:`find` returns, until the peer releases it or is lost, or until ``expires``.
 
-        ``expires`` is monotonic, in seconds; ``pin_id`` the peer's number, or 0 for one of the registry's.
-
-        Raises:
-            ParamError: The peer's number is in use or was released.
-            LinkError: The peer holds 4096 pins (``LLM_LINK_BUSY``).
+        ``expires`` is monotonic, in seconds; ``pin_id`` the peer's number, or 0 for one of the registry's. ParamError
+        if that is in use or was released; LinkError (``LLM_LINK_BUSY``) if the peer holds 4096 pins.
         """
         with self._lock:
-            entry, found_row, binding = self._find(key, cache_id, row)
+            entry, found_row, binding = self.find(key=key, cache_id=cache_id, row=row)
             if pin_id and ((peer, pin_id) in self._pins or (id(peer), pin_id) in self._early_releases):
                 raise ParamError(f"pin {pin_id} of this peer is in use, or was released before")
-            if self._pins_of.get(peer, 0) >= MAX_PINS_PER_PEER:
+            if self._pins_of[peer] >= MAX_PINS_PER_PEER:
                 raise LinkError(
                     f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some",
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
@@ -406,7 +402,7 @@ class Registry:
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
-            self._pins_of[peer] = self._pins_of.get(peer, 0) + 1
+            self._pins_of[peer] += 1
             entry.pins += 1
             if binding is not None:
                 binding.pins += 1
@@ -424,7 +420,7 @@ class Registry:
             pin = self._pins.get((peer, pin_id))
             if pin_id and (pin is None or pin.entry.cache_id != cache_id):
                 raise CacheNotFound(f"no pin {pin_id} of this peer on cache {cache_id}: released, or expired")
-            entry = pin.entry if pin is not None else self._lookup(cache_id, "cache_id")
+            entry = pin.entry if pin is not None else self.lookup(cache_id, "cache_id")
             if serve is not None and pin is not None:
                 pin.served = (pin.served or 0) | _tensors(entry, *serve)
             if use:
@@ -485,9 +481,9 @@ class Registry:
         entries, bindings, pins = self.snapshot()
         states = [entry.life.state for entry in entries]
         caches = CacheStatistics(
-            live=states.count(State.LIVE),
-            deferred=states.count(State.DEFERRED),
-            draining=states.count(State.DRAINING),
+            live=states.count(CacheState.LIVE),
+            deferred=states.count(CacheState.DEFERRED),
+            draining=states.count(CacheState.DRAINING),
             allocated=sum(entry.owned for entry in entries),
             registered=sum(not entry.owned for entry in entries),
             nbytes=sum(entry.geometry.num_tensors * entry.geometry.tensor_bytes for entry in entries),
@@ -510,32 +506,6 @@ class Registry:
             self._check_bindings()
             self._check_entries()
             self._check_pins()
-
-    def _require_free(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            binding = self._keys.get(key)
-            if binding is not None:
-                cache = binding.entry.cache_id
-                raise KeyInUse(f"key {_show_key(key)} is bound to cache {cache}: remove or pull it first")
-
-    def _lookup(self, cache_id: int, what: object) -> Entry:
-        entry = self._entries.get(cache_id)
-        if entry is None:
-            raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
-        entry.require_open()
-        return entry
-
-    def _find(self, key: Key | None, cache_id: int, row: int) -> tuple[Entry, int, Binding | None]:
-        if key is not None:
-            binding = self._keys.get(key)
-            if binding is None:
-                raise CacheNotFound(f"key {_show_key(key)} is not bound: not published yet, consumed, or removed")
-            binding.entry.require_open()
-            return binding.entry, binding.row, binding
-        entry = self._lookup(cache_id, "cache_id")
-        if row >= entry.geometry.rows:
-            raise CacheNotFound(f"cache {cache_id} has {entry.geometry.rows} rows, so no row {row}")
-        return entry, row, entry.binding_of_row(row)
 
     def _bind(self, entry: Entry, key: Key, row: int, guard: object, effects: Effects) -> None:
         old = self._keys.get(key)
@@ -569,10 +539,8 @@ class Registry:
 
     def _unpin(self, pin: Pin, effects: Effects) -> None:
         del self._pins[pin.peer, pin.pin_id]
-        left = self._pins_of[pin.peer] - 1
-        if left:
-            self._pins_of[pin.peer] = left
-        else:
+        self._pins_of[pin.peer] -= 1
+        if not self._pins_of[pin.peer]:
             del self._pins_of[pin.peer]
         binding = pin.binding
         if binding is not None:
@@ -598,12 +566,12 @@ class Registry:
         if not entry.reachable:
             entry.uses.shut()  # before users are counted, so no new one can enter
         users = entry.pins + entry.uses.inside
-        state = entry.life.settle(event, owner=entry.owner, keys=len(entry.bindings), pins=users)
-        if state is State.DRAINING or state is State.FREED:
+        state = entry.life.transition(event, owner=entry.owner, keys=len(entry.bindings), pins=users)
+        if state is CacheState.DRAINING or state is CacheState.FREED:
             self._entries.pop(entry.cache_id, None)
-        if state is State.DRAINING:
+        if state is CacheState.DRAINING:
             self._draining.add(entry)
-        elif state is State.FREED:
+        elif state is CacheState.FREED:
             self._draining.discard(entry)
             effects.retire.append(entry.guard)
             effects.free.append(entry)
@@ -618,26 +586,23 @@ class Registry:
         for cache_id, entry in self._entries.items():
             name, state = entry.life.name, entry.life.state
             require_intact(entry.cache_id == cache_id, f"cache {cache_id} is filed under another id")
-            require_intact(state in (State.LIVE, State.DEFERRED), f"{name}: {state}")
-            require_intact(entry.owner == (state is State.LIVE), f"{name}: owner and state differ")
+            require_intact(state in (CacheState.LIVE, CacheState.DEFERRED), f"{name}: {state}")
+            require_intact(entry.owner == (state is CacheState.LIVE), f"{name}: owner and state differ")
             require_intact(all(self._keys.get(k) is b for k, b in entry.bindings.items()), f"{name}: keys")
             require_intact(not (entry.closing and entry.owned), f"{name} is allocated, and is being unregistered")
             require_intact(entry.uses.is_open is not entry.closing, f"{name}: its gate and its lookups differ")
         for entry in self._draining:
             used = entry.pins + entry.uses.inside > 0 and not entry.uses.is_open
-            require_intact(entry.life.state is State.DRAINING and used, f"{entry.life.name} drains for nothing")
+            require_intact(entry.life.state is CacheState.DRAINING and used, f"{entry.life.name} drains for nothing")
 
     def _check_pins(self) -> None:
-        of_peer, of_binding, of_entry = (Counter[Any]() for _ in range(3))
-        for pin in self._pins.values():
-            of_peer[pin.peer] += 1
-            of_entry[pin.entry] += 1
-            if pin.binding is not None:
-                of_binding[pin.binding] += 1
+        pins = self._pins.values()
+        of_peer, of_entry = Counter(pin.peer for pin in pins), Counter(pin.entry for pin in pins)
+        of_binding = Counter(pin.binding for pin in pins if pin.binding is not None)
         require_intact(of_peer == self._pins_of, f"pins are {of_peer}, counted {self._pins_of}")
         bindings = {*self._keys.values(), *of_binding}
         require_intact(all(b.pins == of_binding[b] for b in bindings), "pins of a binding are miscounted")
         entries = {*self._entries.values(), *self._draining, *of_entry}
         require_intact(all(e.pins == of_entry[e] for e in entries), "pins of a cache are miscounted")
-        lost = [pin.pin_id for pin in self._pins.values() if pin.entry.life.state is State.FREED]
+        lost = [pin.pin_id for pin in pins if pin.entry.life.state is CacheState.FREED]
         require_intact(not lost, f"pins {lost} hold a cache that was freed")

@@ -17,11 +17,10 @@ from llm_datadist._cache.registry import NOTHING, Effects, Entry, Key, Registry,
 from llm_datadist._checks import typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._memory.exports import PRIVATE, Exports
+from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
-from llm_datadist._memory.segment import ExternalSegment, Segment
 from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 from llm_datadist._native import Tensors, steps
 from llm_datadist._native.signals import put_off, require_outermost
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from numpy.typing import NDArray
-
     from llm_datadist._cache.geometry import Geometry
     from llm_datadist._memory.device import Device
+    from llm_datadist._memory.segment import Segment
     from llm_datadist.config import Options
 
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
@@ -57,12 +55,12 @@ class Storage:
     regions: bytes  # uint32 region id per tensor, little-endian, as in Resolved
     offsets: bytes  # uint64 offset, or non-pool address, per tensor, little-endian
     allocation: Allocation | None  # None for registered memory
-    segments: tuple[Segment, ...]  # keep the memory mapped for views; one per tensor or one for all
+    segments: tuple[Segment, ...]  # those that hold tensors; views of them keep the memory mapped
     #: Unique name, for :attr:`CacheStore.quiesce`.
     tag: int = field(default_factory=itertools.count(1).__next__)
 
     @property
-    def private(self) -> bool:
+    def non_pool(self) -> bool:
         """True for non-pool memory, which may be unmapped under a late user."""
         return not any(self.regions)
 
@@ -87,11 +85,9 @@ class Pools:
                     self._pools[placement] = create_pool(
                         placement.name.lower(),
                         where,
-                        pool.memory_size,
-                        pool.page_shift,
+                        pool,
                         peers_may_write=options.remote_accessible,
                         prefault=options.pool_prefault,
-                        huge_pages=pool.huge_pages,
                     )
         except BaseException:
             self.close()
@@ -119,39 +115,27 @@ class Pools:
         """Describe allocated tensors: by region and offset in a pool."""
         placement = Placement(geometry.placement)
         is_exported = self._pools.get(placement) is allocation.pool
-        region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (PRIVATE, allocation.addresses)
+        region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (NON_POOL, allocation.addresses)
         tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, mapped=True)
         count = len(offsets)
         names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
-        return Storage(tensors, *names, allocation, (allocation.pool.segment,))
+        return Storage(tensors, *names, allocation, (allocation.segment,))
 
     def storage_at(self, addrs: Sequence[int], nbytes: int) -> Storage:
         """Describe registered tensors: by region and offset if all lie in pools."""
         addresses = np.array(addrs, dtype=np.uint64)
-        regions, offsets = self._locate(addresses, nbytes)
-        segments = tuple(self._segment_around(address, nbytes) for address in addrs)
-        names = regions.astype("<u4").tobytes(), offsets.astype("<u8").tobytes()
-        return Storage(Tensors(addresses, nbytes), *names, None, segments)
-
-    def _locate(self, addresses: NDArray[np.uint64], nbytes: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-        regions = np.full(addresses.shape, PRIVATE, dtype=np.uint32)
-        offsets = addresses.copy()
+        regions, offsets = np.full(addresses.shape, NON_POOL, dtype="<u4"), addresses.astype("<u8")
+        segments = []
         for region, segment in self.exported().items():
-            if nbytes <= segment.nbytes:
-                last = segment.address + segment.nbytes - nbytes
-                inside = (addresses >= segment.address) & (addresses <= np.uint64(last))
+            base = np.uint64(segment.address)
+            inside = (addresses >= base) & (addresses + np.uint64(nbytes) <= base + np.uint64(segment.nbytes))
+            if inside.any():
                 regions[inside] = region
-                offsets[inside] -= np.uint64(segment.address)
-        if (regions == PRIVATE).any():  # so one transport reaches the whole cache
-            return np.full(addresses.shape, PRIVATE, dtype=np.uint32), addresses
-        return regions, offsets
-
-    def _segment_around(self, address: int, nbytes: int) -> Segment:
-        for pool in self._pools.values():
-            segment = pool.segment
-            if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
-                return segment
-        return ExternalSegment(address, nbytes)
+                offsets[inside] -= base
+                segments.append(segment)
+        if (regions == NON_POOL).any():  # for all tensors, so that one transport reaches the whole cache
+            regions[:], offsets[:] = NON_POOL, addresses
+        return Storage(Tensors(addresses, nbytes), regions.tobytes(), offsets.tobytes(), None, tuple(segments))
 
     def close(self) -> None:
         """Close the pools; the store has closed :attr:`direct`."""
@@ -193,10 +177,8 @@ class CacheStore:
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
         """Take memory and bind ``(key, row)`` pairs, or neither. Waits only for quarantined memory.
 
-        Raises:
-            ParamError: The placement has no pool (interface R12).
-            KeyInUse: A key is already bound (interface R3).
-            OutOfMemory: The pool cannot hold the tensors, or foreign writers still use it.
+        ParamError: the placement has no pool (interface R12). KeyInUse: a key is bound (interface R3). OutOfMemory: the
+        pool cannot hold the tensors, or foreign writers still use it.
         """
         pool = self.pools.of(Placement(geometry.placement))
         bindable = _bindable(keys)
@@ -204,7 +186,7 @@ class CacheStore:
         allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
             storage = self.pools.storage_of(geometry, allocation)
-            return self._add(geometry, storage, bindable, owned=True, remote_accessible=True)
+            return self._add(geometry, storage, bindable)
         except BaseException:
             allocation.free()
             raise
@@ -213,17 +195,12 @@ class CacheStore:
     def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, *, remote_accessible: bool) -> Entry:
         """Add memory of the user, one checked address per tensor."""
         storage = self.pools.storage_at(addrs, geometry.tensor_bytes)
-        return self._add(geometry, storage, _bindable(keys), owned=False, remote_accessible=remote_accessible)
+        return self._add(geometry, storage, _bindable(keys), remote_accessible=remote_accessible)
 
     def _add(
-        self,
-        geometry: Geometry,
-        storage: Storage,
-        bindable: list[tuple[Key, int]],
-        *,
-        owned: bool,
-        remote_accessible: bool,
+        self, geometry: Geometry, storage: Storage, bindable: list[tuple[Key, int]], *, remote_accessible: bool = True
     ) -> Entry:
+        owned = storage.allocation is not None
         guards = self._guards.allocate_many(1 + len(bindable))
         try:
             bindings = [(key, row, guard) for (key, row), guard in zip(bindable, guards[1:], strict=True)]
@@ -248,9 +225,8 @@ class CacheStore:
 
         Inside another call of this thread it is put off, as is :meth:`remove_key`.
         """
-        if put_off(self.deallocate, cache_id):
-            return
-        self.apply(self.registry.drop_owner(cache_id))
+        if not put_off(self.deallocate, cache_id):
+            self.apply(self.registry.drop_owner(cache_id))
 
     def discard(self, cache_id: int) -> None:
         """Free an allocated cache, unknown to the caller, and its keys."""
@@ -261,18 +237,14 @@ class CacheStore:
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; ignore a placeholder or an unknown key (interface R25)."""
-        if put_off(self.remove_key, key):
-            return
-        table_key = key_of(key)
-        if table_key is not None:
+        if not put_off(self.remove_key, key) and (table_key := key_of(key)) is not None:
             self.apply(self.registry.remove_key(table_key))
 
     def unregister(self, cache_id: int, deadline: Deadline) -> None:
         """Wait for the users of a registered cache, while lookups fail, then drop it; ignore any other id.
 
-        Raises:
-            DeadlineExceeded: Phase ``drain``; names the users. The cache stays registered, under a newer guard.
-            StateError: Called inside another call: its caller frees the memory next.
+        After DeadlineExceeded (phase ``drain``; names the users) the cache stays registered, under a newer guard.
+        StateError inside another call: its caller frees the memory next.
         """
         require_outermost("unregister_cache")
         registry = self.registry
@@ -311,7 +283,7 @@ class CacheStore:
             if allocation is not None:
                 # A writer that is not found here meets the advanced guard. Readers count if the memory gets unmapped,
                 # which would crash this process.
-                busy = self.writers.busy(entry.guard.slot, readers=entry.storage.private)
+                busy = self.writers.busy(entry.guard.slot, readers=entry.storage.non_pool)
                 self._quarantine.free(allocation, busy)
 
     def sweep(self) -> None:
@@ -325,12 +297,8 @@ class CacheStore:
         return self._quarantine.nbytes
 
     def check_integrity(self) -> None:
-        self.registry.check_integrity()
-        self._guards.check_integrity()
-        self.writers.check_integrity()
-        self._quarantine.check_integrity()
-        for pool in self.pools:
-            pool.check_integrity()
+        for part in (self.registry, self._guards, *self.pools):
+            part.check_integrity()
 
     def close(self) -> None:
         """Drop every cache and free the memory; views stay mapped.
@@ -339,9 +307,16 @@ class CacheStore:
         (cma) get EFAULT.
         """
         self.writers.shut()
-        non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.private]
+        non_pool = [entry for entry in self.registry.snapshot()[0] if entry.storage.non_pool]
         self.apply(self.registry.clear())
-        self._drain_non_pool(non_pool)
+        deadline = Deadline(self._patience_ms)
+        writes = tuple(write for each in non_pool for write in self.writers.busy(each.guard.slot, readers=True))
+        if not deadline.poll(lambda: not any(e.uses.inside for e in non_pool) and not self.writers.pending(writes)):
+            logger.warning(
+                "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
+                deadline.budget_ms,
+                _users(sum(each.uses.inside for each in non_pool), self.writers.pending(writes)),
+            )
         self._quarantine.sweep()
         if self.pools.direct is not None:
             self.pools.direct.close()  # before the next line would unmap it under users
@@ -349,17 +324,6 @@ class CacheStore:
         self.writers.close()
         self.pools.close()
         self._guards.close()
-
-    def _drain_non_pool(self, entries: list[Entry]) -> None:
-        """Wait for the users of ``entries`` (guards are advanced); log those that stay."""
-        deadline = Deadline(self._patience_ms)
-        writes = tuple(write for each in entries for write in self.writers.busy(each.guard.slot, readers=True))
-        if not deadline.poll(lambda: not any(e.uses.inside for e in entries) and not self.writers.pending(writes)):
-            logger.warning(
-                "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
-                deadline.budget_ms,
-                _users(sum(each.uses.inside for each in entries), self.writers.pending(writes)),
-            )
 
 
 class _Use(msgspec.Struct, eq=False):

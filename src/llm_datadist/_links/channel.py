@@ -74,21 +74,20 @@ class FrameParser:
     (b'AB', None, b'\\x00\\x00')
     """
 
-    def __init__(self, limit: int = FRAME_LIMIT) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
     def take(self) -> bytes | None:
-        """Return the next complete payload, or None. Raises ProtocolError above the limit."""
+        """Return the next complete payload, or None. Raises ProtocolError above :data:`FRAME_LIMIT`."""
         buffer = self._buffer
         if len(buffer) < FRAME_HEADER.size:
             return None
         (length,) = FRAME_HEADER.unpack_from(buffer)
-        if length > self._limit:
-            raise ProtocolError(f"peer announced a frame of {length} bytes: at most {self._limit} are allowed")
+        if length > FRAME_LIMIT:
+            raise ProtocolError(f"peer announced a frame of {length} bytes: at most {FRAME_LIMIT} are allowed")
         end = FRAME_HEADER.size + length
         if end > len(buffer):
             return None
@@ -107,8 +106,8 @@ class Channel:
     ``on_lost`` gets the reason, exactly once, and no ``on_message`` follows.
 
     Owns: the socket, which the last reader closes.
-    Threads: any for ``begin``, ``send``, ``prepare``, ``wait``, ``forgo``, ``close``; the reader for ``on_answer``; the
-        control thread for the rest. If that has stopped, the calling thread ends the channel.
+    Threads: any for ``begin``, ``send``, ``take_role``, ``wait``, ``forgo``, ``close``; the reader for ``on_answer``;
+        the control thread for the rest. If that has stopped, the calling thread ends the channel.
     Errors: a bad frame, tampering or an exception of a handler ends the channel.
     """
 
@@ -162,7 +161,8 @@ class Channel:
             if not self._open:
                 raise NotLinked(f"the control channel is closed: {self.reason}")
             data = self._encrypted(data)
-            sent = 0 if self._backlog else self._write(data)
+            # The reader finds a dead socket.
+            sent = 0 if self._backlog else send_now(self._socket.fileno(), data)
             if sent == len(data):
                 return
             self._backlog += data[sent:]
@@ -182,18 +182,13 @@ class Channel:
         except AuthFailed as error:  # the reader ends this channel
             raise NotLinked(f"the control channel was tampered with: {error}") from None
 
-    def _write(self, data: bytes | bytearray) -> int:
-        """Under the lock. Return how much the kernel took; the reader finds a dead socket."""
-        return send_now(self._socket.fileno(), data)
-
     def _begin_flush(self) -> None:
         if self._open:
             self._control.loop.add_writer(self._socket.fileno(), self._flush)
 
     def _flush(self) -> None:
         with self._lock:
-            sent = self._write(self._backlog)
-            del self._backlog[:sent]
+            del self._backlog[: send_now(self._socket.fileno(), self._backlog)]
             self._flushing = bool(self._backlog)
         if not self._flushing:
             self._control.loop.remove_writer(self._socket.fileno())
@@ -211,7 +206,7 @@ class Channel:
         self._dispatch_and_release()
 
     def _readable(self) -> None:
-        if not self._take_role():
+        if not self.take_role():
             return  # a caller has it
         if not self._receive():
             self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
@@ -221,17 +216,14 @@ class Channel:
         """Caller holds the reader role. Read for at most ``seconds``; return False at the end."""
         try:
             data = self._input.receive(seconds)
+            if data:
+                self._parser.feed(data if self._tls is None else self._tls.decrypt(data))
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
             return False
-        if data and self._tls is not None:
-            try:
-                self._parser.feed(self._tls.decrypt(data))
-            except AuthFailed as error:
-                self.close(f"the connection was tampered with: {error}")
-                return False
-        else:
-            self._parser.feed(data or b"")
+        except AuthFailed as error:
+            self.close(f"the connection was tampered with: {error}")
+            return False
         return data != b""
 
     def _dispatch_and_release(self) -> None:
@@ -261,17 +253,10 @@ class Channel:
             self._finish(f"internal error: {error!r}")
         return True
 
-    def prepare(self, waiter: Waiter) -> None:
-        """Take a free reader role before the request is sent; :meth:`forgo` must follow.
-
-        Otherwise an early answer wakes the control thread, which takes the interpreter from the caller.
-        """
-        self._take_role(waiter)
-
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Wait for the answer or the deadline; read if the role is free."""
         try:
-            if self.reader is waiter or (waiter.waiting and self._take_role(waiter)):
+            if self.reader is waiter or (waiter.waiting and self.take_role(waiter)):
                 self._read_for(waiter, deadline)
         finally:
             self.forgo(waiter)
@@ -302,7 +287,12 @@ class Channel:
                 self._for_control = True
                 return
 
-    def _take_role(self, reader: Waiter | None = None) -> bool:
+    def take_role(self, reader: Waiter | None = None) -> bool:
+        """Take a free reader role; :meth:`forgo` must follow for a ``reader``, a caller.
+
+        A caller takes it before it sends its request. Otherwise an early answer wakes the control thread, which takes
+        the interpreter from the caller.
+        """
         with self._lock:
             if self._role_held or not self._open:
                 return False

@@ -51,8 +51,7 @@ class Communicator:
         self.listener: Listener | None = None
         self.timer: asyncio.TimerHandle | None = None
         self._own = own
-        #: Tokens of the greetings by which members joined, by cluster id.
-        self._tokens: dict[int, bytes] = {}
+        self._tokens: dict[int, bytes] = {}  # of the greetings by which members joined, by cluster id
 
     @property
     def preparing(self) -> bool:
@@ -76,15 +75,12 @@ class Communicator:
         """Return how the member's arguments differ from these; None if they agree."""
         mine = self.own_id
         if theirs.members != mine.members:
-            return (
-                f"cluster_rank_info differs: {dict(theirs.members)} at cluster {cluster_id}, "
-                f"{dict(mine.members)} at cluster {self._own}"
-            )
+            there = f"{dict(theirs.members)} at cluster {cluster_id}"
+            return f"cluster_rank_info differs: {there}, {dict(mine.members)} at cluster {self._own}"
         if theirs.table != mine.table:
-            return (
-                f"rank_table differs: digest {theirs.table.hex()[:8]} at cluster {cluster_id}, "
-                f"{mine.table.hex()[:8]} at cluster {self._own}; all members have to give the same table"
-            )
+            there = f"digest {theirs.table.hex()[:8]} at cluster {cluster_id}"
+            here = f"{mine.table.hex()[:8]} at cluster {self._own}"
+            return f"rank_table differs: {there}, {here}; all members have to give the same table"
         return None
 
     def join(self, cluster_id: int, theirs: CommunicatorId | None) -> None:

@@ -1,12 +1,12 @@
 """Communicators: every ``link()`` of one LLMDataDist, until ``unlink`` (interface §3.5, B2.3).
 
-Of two members the one with the lower cluster id listens during the preparation, and the other dials it. Members may
-call ``link()`` in any order.
+Members may call ``link()`` in any order. During the preparation the lower cluster id of two listens, the other dials.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from contextlib import suppress
 from functools import partial
@@ -61,7 +61,8 @@ class Communicators:
         self._own = own
         self._lock = threading.Lock()
         self._all: dict[int, Communicator] = {}
-        self._last_id = 0
+        # Clients may compare ids with statuses.
+        self._ids = (each for each in itertools.count(1) if each not in LLMStatusCode.__members__.values())
         self._stopped = False
         self._dials: RetryQueue[MemberDial] = RetryQueue("llm-datadist-meet", _DIAL_THREADS, self._attempt)
 
@@ -97,19 +98,13 @@ class Communicators:
                 return _listen(host, port)
             except OSError as error:
                 reasons.append(f"{port}: {error.strerror or error}")
-        raise LinkRefused(
-            f"link {plan.name!r}: cannot listen at {host} on any of its ports ({', '.join(reasons)}); "
-            f"{PORTS_VARIABLE} moves them, for all members"
-        )
+        text = f"link {plan.name!r}: cannot listen at {host} on any of its ports ({', '.join(reasons)})"
+        raise LinkRefused(f"{text}; {PORTS_VARIABLE} moves them, for all members")
 
     def _enter(self, plan: CommunicatorPlan, deadline: Deadline, sock: socket.socket | None) -> Communicator:
         with self._lock:
             if not self._stopped:
-                self._last_id += 1
-                # Clients may compare ids with statuses.
-                while self._last_id in LLMStatusCode.__members__.values():
-                    self._last_id += 1
-                communicator = Communicator(self._last_id, self._own, plan, deadline)
+                communicator = Communicator(next(self._ids), self._own, plan, deadline)
                 communicator.sock = sock
                 self._all[communicator.comm_id] = communicator
                 return communicator
@@ -177,12 +172,11 @@ class Communicators:
     def story(self, cluster_id: int) -> str:
         """Return the newest communicator of a cluster, as the end of an error text."""
         with self._lock:
-            about = [each for each in self._all.values() if cluster_id in each.others]
-            if not about:
-                return ""
-            newest = about[-1]
-            reason = f": {newest.reason}" if newest.reason else ""
-            return f"; {newest} is {newest.status.name}{reason}"
+            for newest in reversed(self._all.values()):
+                if cluster_id in newest.others:
+                    reason = f": {newest.reason}" if newest.reason else ""
+                    return f"; {newest} is {newest.status.name}{reason}"
+        return ""
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -297,16 +291,14 @@ class Communicators:
         """
         theirs, peer = hello.communicator, hello.cluster_id
         if theirs is None:
-            raise LinkRefused(
-                f"this port is for the members of {communicator} only; link_clusters needs a listen_ip_info"
-            )
+            text = f"this port is for the members of {communicator} only; link_clusters needs a listen_ip_info"
+            raise LinkRefused(text)
         with self._lock:
             expected = communicator.preparing and communicator.expects(theirs, peer)
             difference = communicator.difference(theirs, peer)
         if not expected:
-            raise LinkRefused(
-                "another communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-            )
+            text = "another communicator is prepared at this port"
+            raise LinkRefused(text, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if difference is not None:
             raise LinkRefused(difference, status_code=LLMStatusCode.LLM_PARAM_INVALID)
 
@@ -335,10 +327,8 @@ class Communicators:
         for communicator in sorted(waiting, key=lambda each: peer not in each.waiting):
             if self.join(communicator, peer, theirs):
                 return
-        raise LinkRefused(
-            f"no communicator of cluster {self._own} waits for this member any more",
-            status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-        )
+        text = f"no communicator of cluster {self._own} waits for this member any more"
+        raise LinkRefused(text, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
     def _attempt(self, member: MemberDial) -> bool:
         """Try the member's ports until one takes too long; return True to repeat."""
@@ -357,8 +347,12 @@ class Communicators:
                 member.next_port()
                 break  # other members wait for this thread
             except LLMException as error:
-                if self._is_final(communicator, error):
+                if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:  # no attempt can succeed
+                    self._fail(communicator, str(error))
                     return False
+                # Ports without a listener, or of other communicators, are expected.
+                if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
+                    self.note(communicator, str(error), error.phase)
                 member.next_port()
             else:
                 if self.join(communicator, member.cluster_id):
@@ -366,16 +360,6 @@ class Communicators:
                 self._drop_spare(member.cluster_id, f"{communicator} was given up")
                 return communicator.preparing
         return True
-
-    def _is_final(self, communicator: Communicator, error: LLMException) -> bool:
-        """Note a failed attempt; return True if none can succeed."""
-        if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
-            self._fail(communicator, str(error))
-            return True
-        # Ports without a listener, or of other communicators, are expected.
-        if error.phase != "connect" and error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:
-            self.note(communicator, str(error), error.phase)
-        return False
 
     def stop(self) -> None:
         """Fail all, join the dialling threads, close the listeners."""

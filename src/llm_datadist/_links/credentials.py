@@ -1,10 +1,8 @@
 """This process's TLS credentials and trusted issuers: TLS contexts, rebuilt when their files change.
 
-``llm.TlsCert``, ``llm.TlsKey``, ``llm.TlsCa``
-    This side shows that certificate. It accepts certificates of that CA, for the clusters that they name.
-``llm.AuthSecretFile``
-    A CA is derived from each secret. This side shows a new certificate of the first CA, and accepts those of any,
-    for every cluster. So TLS proves the secret, which is never sent.
+With ``llm.TlsCert``, ``llm.TlsKey`` and ``llm.TlsCa`` this side shows that certificate. It accepts certificates of that
+CA, for the clusters that they name. With ``llm.AuthSecretFile`` a CA is derived from each secret. This side shows a new
+certificate of the first CA, and accepts those of any, for every cluster. So TLS proves the secret, which is never sent.
 
 Threads: any; a lock guards the contexts.
 """
@@ -22,7 +20,7 @@ import stat
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
 
     from llm_datadist.config import CredentialFiles
 
-__all__ = ["CLUSTER_URI", "Credentials", "Kept", "Secret", "new_secret", "read_secrets"]
-
 T = TypeVar("T")
 
 CLUSTER_URI: Final = "datadist://cluster/"
@@ -56,30 +52,25 @@ _BEGIN: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _END: Final = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Secret:
     """A shared secret. Its id is for people; neither is ever sent."""
 
     id: str
-    value: bytes
+    value: bytes = field(repr=False)
 
     @property
     def digest(self) -> str:
         """Public name of the secret."""
         return hashlib.sha256(b"digest of a secret" + self.value).hexdigest()[:16]
 
-    def __repr__(self) -> str:
-        return f"<Secret {self.id}>"
-
 
 def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
     """Return the secrets of the file that ``option`` names, the current one first.
 
-    A line is ``id base64``, empty, or begins with ``#``. Only the first MiB is read.
-
-    Raises:
-        ParamError: The file cannot be read, has no secret or one id twice; its owner is neither this user nor root, or
-            others have access; a line is malformed or its secret shorter than 32 bytes.
+    A line is ``id base64``, empty, or begins with ``#``. Only the first MiB is read. Raises ParamError if the file
+    cannot be read, has no secret or one id twice, its owner is neither this user nor root, or others have access; if a
+    line is malformed or its secret shorter than 32 bytes.
     """
     try:
         # The path may name a pipe.
@@ -91,10 +82,11 @@ def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
         raise ParamError(f"{option}: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ParamError(f"{option}: {path} holds bytes that are no ASCII text") from None
-    found: list[Secret] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.startswith("#"):
-            found.append(_parse(line, f"{option}: line {number} of {path}"))
+    found = [
+        _parse(line, f"{option}: line {number} of {path}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.startswith("#")
+    ]
     if not found:
         raise ParamError(f"{option}: {path} holds no secret; `llm-datadist keys new` makes one")
     if len({each.id for each in found}) < len(found):
@@ -133,13 +125,7 @@ def _parse(line: str, what: str) -> Secret:
 
 
 class Kept(Generic[T]):
-    """A value read from files, and again once they change. If that fails, the previous value stays.
-
-    Args:
-        files: Location of the files.
-        read: Reads them, first in the constructor.
-        what: Name of the value in the log.
-    """
+    """A value that ``read`` makes of files, first here, and again once they change. If it fails, the last one stays."""
 
     def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
         self._files, self._read, self._what = files, read, what
@@ -165,16 +151,10 @@ class Kept(Generic[T]):
 
 
 class Credentials:
-    """The credentials of one process.
+    """The credentials of one process, read now and before each handshake if the files have changed.
 
-    Args:
-        files: Files to read now, and before each handshake if they have changed.
-
-    Raises:
-        ParamError: A file cannot be read or used.
-        OutOfMemory: A limit of descriptors or memory was reached.
-        LLMException: LLM_FEATURE_NOT_ENABLED: secrets need the package ``cryptography``.
-            LLM_FAILED: secrets need memfd_create and /proc.
+    Raises ParamError if a file cannot be read or used, OutOfMemory at a limit of descriptors or memory, LLMException if
+    secrets lack the package ``cryptography`` (``LLM_FEATURE_NOT_ENABLED``), memfd_create or /proc (``LLM_FAILED``).
     """
 
     def __init__(self, files: CredentialFiles) -> None:
@@ -196,11 +176,11 @@ class Credentials:
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return contexts for dialer and listener."""
     if files.secrets is None:
-        shown: _PemCredentials | _Derived = _PemCredentials(files)
+        load: Callable[[ssl.SSLContext], None] = partial(_load_files, files)
         differ = f"the CAs of the two sides differ: here {TLS_CERT}={files.certificate}, {TLS_CA}={files.authority}"
     else:
         known = read_secrets(files.secrets)
-        shown = _Derived(known)
+        load = _derived(known)
         differ = (
             f"the secrets of the two sides differ: this one shows {known[0].id}, digest {known[0].digest}, of "
             f"{AUTH_SECRET}={files.secrets}; compare it with `llm-datadist keys show` there"
@@ -212,68 +192,57 @@ def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # Credentials.check compares cluster ids
         context.verify_mode = ssl.CERT_REQUIRED
-        shown.load(context)
+        load(context)
         contexts.append(context)
     contexts[1].num_tickets = 0
     return contexts[0], contexts[1]
 
 
-class _PemCredentials:
-    """Credentials of PEM files."""
-
-    def __init__(self, files: CredentialFiles) -> None:
-        assert files.certificate is not None
-        assert files.key is not None
-        assert files.authority is not None
-        self._certificate, self._key, self._authority = files.certificate, files.key, files.authority
-
-    def load(self, context: ssl.SSLContext) -> None:
-        """Raise ParamError if a file is malformed or they do not fit together."""
-        try:
-            _check_private(f"{TLS_KEY}: {self._key}", self._key.stat())
-            # Without this function OpenSSL asks the terminal.
-            context.load_cert_chain(self._certificate, self._key, password=_no_password)
-        except (ssl.SSLError, OSError) as error:
-            said = f"{self._certificate} and {self._key}"
-            raise ParamError(f"{TLS_CERT}, {TLS_KEY}: {said} cannot be used: {error.strerror or error}") from None
-        try:
-            context.load_verify_locations(self._authority)
-        except (ssl.SSLError, OSError) as error:
-            raise ParamError(f"{TLS_CA}: {self._authority} cannot be used: {error.strerror or error}") from None
+def _load_files(files: CredentialFiles, context: ssl.SSLContext) -> None:
+    """Load PEM files. Raises ParamError if one is malformed or they do not fit together."""
+    certificate, key, authority = files.certificate, files.key, files.authority
+    assert certificate is not None
+    assert key is not None
+    try:
+        _check_private(f"{TLS_KEY}: {key}", key.stat())
+        # Without this function OpenSSL asks the terminal.
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (ssl.SSLError, OSError) as error:
+        said = f"{certificate} and {key} cannot be used: {error.strerror or error}"
+        raise ParamError(f"{TLS_CERT}, {TLS_KEY}: {said}") from None
+    try:
+        context.load_verify_locations(authority)
+    except (ssl.SSLError, OSError) as error:
+        raise ParamError(f"{TLS_CA}: {authority} cannot be used: {error.strerror or error}") from None
 
 
 def _no_password() -> str:
     raise ParamError(f"{TLS_KEY}: the key has a password: give one without, readable by this user only")
 
 
-class _Derived:
-    """A new certificate that only owners of the secret can issue, and the CAs of all secrets."""
+def _derived(known: Sequence[Secret]) -> Callable[[ssl.SSLContext], None]:
+    """Return a loader: of a new certificate that only owners of the secret can issue, and of the CAs of all secrets."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError:
+        text = f"{AUTH_SECRET} needs the package cryptography: pip install 'open-datadist[auth]'"
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED) from None
+    seeds = (HKDF(SHA256(), 32, None, b"open-datadist: CA of a shared secret").derive(each.value) for each in known)
+    issuers = [Ed25519PrivateKey.from_private_bytes(each) for each in seeds]
+    key, pem = Ed25519PrivateKey.generate(), serialization.Encoding.PEM
+    authorities = [_certificate(each, each).public_bytes(pem) for each in issuers]
+    chain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    chain += _certificate(key, issuers[0]).public_bytes(pem)
 
-    def __init__(self, known: Sequence[Secret]) -> None:
-        try:
-            from cryptography.hazmat.primitives import serialization
-            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        except ImportError:
-            raise LLMException(
-                f"{AUTH_SECRET} needs the package cryptography: pip install 'open-datadist[auth]'",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            ) from None
-        pem = serialization.Encoding.PEM
-        issuers = [Ed25519PrivateKey.from_private_bytes(_seed(each.value)) for each in known]
-        key = Ed25519PrivateKey.generate()
-        self._authorities = "".join(
-            _certificate(each, _name(each), each, authority=True).public_bytes(pem).decode() for each in issuers
-        )
-        kind, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        self._chain = key.private_bytes(pem, kind, plain)
-        self._chain += _certificate(key, _name(key), issuers[0], authority=False).public_bytes(pem)
-
-    def load(self, context: ssl.SSLContext) -> None:
-        context.load_verify_locations(cadata=self._authorities)
+    def load(context: ssl.SSLContext) -> None:
+        context.load_verify_locations(cadata=b"".join(authorities).decode())
         # Python's ssl takes keys from files only; this is on no disk.
         try:
             with os.fdopen(new_memfd("llm-datadist-key"), "wb", buffering=0) as file:
-                file.write(self._chain)
+                file.write(chain)
                 context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         except OSError as error:
             text = f"{AUTH_SECRET}: a certificate needs memfd_create and /proc: {error}"
@@ -281,29 +250,22 @@ class _Derived:
                 raise OutOfMemory(text) from None
             raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from None
 
-
-def _seed(secret: bytes) -> bytes:
-    """Return the private key of a secret's CA."""
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-    return HKDF(SHA256(), 32, salt=None, info=b"open-datadist: CA of a shared secret").derive(secret)
+    return load
 
 
-def _name(key: Ed25519PrivateKey) -> Name:
+def _certificate(key: Ed25519PrivateKey, issuer: Ed25519PrivateKey) -> Certificate:
+    """Return a certificate of a key; a CA if it is its own issuer."""
     from cryptography import x509
 
-    digest = hashlib.blake2b(key.public_key().public_bytes_raw(), digest_size=16).hexdigest()
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, digest)])
+    def name(of: Ed25519PrivateKey) -> Name:
+        digest = hashlib.blake2b(of.public_key().public_bytes_raw(), digest_size=16).hexdigest()
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, digest)])
 
-
-def _certificate(key: Ed25519PrivateKey, subject: Name, issuer: Ed25519PrivateKey, *, authority: bool) -> Certificate:
-    from cryptography import x509
-
+    authority = key is issuer
     builder = (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(_name(issuer))
+        .subject_name(name(key))
+        .issuer_name(name(issuer))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(_BEGIN)

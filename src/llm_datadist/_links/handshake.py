@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 import msgspec
 
 from llm_datadist._links.channel import FrameParser, tune
-from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
-from llm_datadist._links.link import LinkOrigin, Peer
+from llm_datadist._links.identity import DIALER, LISTENER, SHARE_BYTES, PeerSecrets, Transcript, new_share
+from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.messages import (
     CONTROL_PREAMBLE,
     MAX_REASON,
@@ -33,7 +33,6 @@ from llm_datadist._links.messages import (
     Welcome,
     decode,
     frame,
-    refused,
     remote_refusal,
 )
 from llm_datadist._links.renewal import Renewal
@@ -53,10 +52,8 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import CommunicatorId, Message
     from llm_datadist._links.tls_session import TlsSession
     from llm_datadist._memory.exports import Exports
-    from llm_datadist._transport.choose import Choice
-    from llm_datadist._transport.connection import DataPath
     from llm_datadist._transport.registry import Transports
-    from llm_datadist._transport.transport import Meeting, Transport
+    from llm_datadist._transport.transport import Meeting
 
 GREETING_SECONDS: Final = 10.0
 _RECEIVE_BYTES: Final = 1 << 16
@@ -68,25 +65,11 @@ _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 #: So many may be a new peer's, for its transport.
 _FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
-SHARE_BYTES: Final = 32
-TOKEN_BYTES: Final = 16
 #: The only message to a rejected peer.
 _NOT_AUTHENTICATED: Final = Refused(
     int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
 )
-_DIALER, _LISTENER = b"initiator", b"target"  # roles in proofs, on the wire
 M = TypeVar("M", bound="Message")
-
-
-class PeerRules(Protocol):
-    """Permissions of clusters in handshakes. Threads: any."""
-
-    def require_link(self, cluster_id: int) -> None:
-        """Raise AuthFailed if the cluster may not link."""
-
-    def offered_to(self, cluster_id: int) -> Exports:
-        """Return the exports that the cluster may map; raise LinkRefused for none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +78,12 @@ class Endpoint:
 
     cluster_id: int
     remote_accessible: bool
-    exports: Exports
     transports: Transports
+    credentials: Credentials | None  # None: links are plain
+    check_reach: Callable[[str], None]  # raises ParamError to forbid a host
+    require_link: Callable[[int], None]  # raises AuthFailed if the cluster may not link; any thread
+    offered_to: Callable[[int], Exports | LinkRefused]  # exports that the cluster may map, or why none; any thread
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
-    credentials: Credentials | None = None  # None: links are plain
-    check_reach: Callable[[str], None] = lambda host: None  # raises ParamError to forbid a host
-    rules: PeerRules | None = None  # None: all peers may link and map all exports
-
-    def offered_to(self, peer: Greeting) -> Exports | LinkRefused:
-        """Return the exports for the peer, or the reason for none."""
-        try:
-            return self.exports if self.rules is None else self.rules.offered_to(peer.cluster_id)
-        except LinkRefused as error:
-            return error
 
     def session(self, *, server_side: bool) -> TlsSession | None:
         return None if self.credentials is None else self.credentials.session(server_side=server_side)
@@ -115,50 +91,54 @@ class Endpoint:
     def renewal(self, peer: Greeting, secret: bytes, *, dialled: bool) -> Renewal | None:
         if self.credentials is None:
             return None
-        return Renewal(self.credentials.session, lambda tls: _check_identity(self, tls, peer), secret, dialled=dialled)
+        return Renewal(self.credentials.session, lambda tls: self.check_identity(tls, peer), secret, dialled=dialled)
 
-    def greeting(self, offers: dict[str, bytes], nonce: bytes, share: bytes) -> dict[str, Any]:
+    def greeting(self) -> dict[str, Any]:
+        """Return the fields of a new greeting, but for its offers."""
         return {
             "version": PROTOCOL_VERSION,
             "cluster_id": self.cluster_id,
-            "incarnation": self.exports.incarnation,
+            "incarnation": self.transports.exports.incarnation,
             "remote_accessible": self.remote_accessible,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "transport": self.transports.asked,
-            "nonce": nonce,
-            "share": share,
-            "offers": offers,
+            "nonce": secrets.token_bytes(16),
+            "share": b"" if self.credentials is None else new_share(),
         }
 
-    def fresh(self) -> tuple[bytes, bytes]:
-        return secrets.token_bytes(16), b"" if self.credentials is None else secrets.token_bytes(SHARE_BYTES)
+    def check_version(self, theirs: Greeting) -> None:
+        if theirs.version != PROTOCOL_VERSION:
+            there = f"{theirs.version} at cluster {theirs.cluster_id}"
+            raise LinkRefused(f"protocol version differs: {there}, {PROTOCOL_VERSION} at cluster {self.cluster_id}")
+        expected = 0 if self.credentials is None else SHARE_BYTES
+        if len(theirs.share) != expected:
+            raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
+
+    def check_access(self, theirs: Greeting) -> None:
+        if theirs.remote_accessible != self.remote_accessible:
+            there = f"{int(theirs.remote_accessible)} at cluster {theirs.cluster_id}"
+            here = f"{int(self.remote_accessible)} at cluster {self.cluster_id}"
+            text = f"llm.EnableRemoteCacheAccessible differs: {there}, {here}"
+            raise LinkRefused(text, status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+    def check_identity(self, tls: TlsSession | None, theirs: Greeting) -> None:
+        """Raise AuthFailed if the peer may not be that cluster, or may not link."""
+        if self.credentials is not None and tls is not None:
+            self.credentials.check(tls, theirs.cluster_id)
+        self.require_link(theirs.cluster_id)
 
 
 @dataclass(frozen=True, slots=True)
 class NewLink:
     """Result of a handshake: a link without a channel."""
 
-    peer: Peer
-    connection: DataPath
-    choice: Choice
-    origin: LinkOrigin
+    link: Link
     sock: socket.socket
     leftover: bytes  # bytes after the handshake
     share: bytes = b""  # the listener's half of a new secret
     admitted: Callable[[], None] = lambda: None  # called after admission
     tls: TlsSession | None = None  # encrypts all bytes of the socket
-    renewal: Renewal | None = None
-
-    def close(self) -> None:
-        self.connection.close()
-        self.sock.close()
-
-
-def _take(parser: FrameParser) -> Message | None:
-    """Return the next complete message, or None. Raises ProtocolError."""
-    payload = parser.take()
-    return None if payload is None else decode(payload)
 
 
 def _expect(kind: type[M], message: Message) -> M:
@@ -166,17 +146,6 @@ def _expect(kind: type[M], message: Message) -> M:
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
     return message
-
-
-def _check_version(mine: Endpoint, theirs: Greeting) -> None:
-    if theirs.version != PROTOCOL_VERSION:
-        raise LinkRefused(
-            f"protocol version differs: {theirs.version} at cluster {theirs.cluster_id}, "
-            f"{PROTOCOL_VERSION} at cluster {mine.cluster_id}"
-        )
-    expected = 0 if mine.credentials is None else SHARE_BYTES
-    if len(theirs.share) != expected:
-        raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
 
 
 def _check_place(theirs: Greeting, here: Exports | None) -> None:
@@ -187,32 +156,10 @@ def _check_place(theirs: Greeting, here: Exports | None) -> None:
         raise LinkRefused(f"the peer lives in this process, incarnation {theirs.incarnation.hex()[:8]} does not")
 
 
-def _check_access(mine: Endpoint, theirs: Greeting) -> None:
-    if theirs.remote_accessible != mine.remote_accessible:
-        raise LinkRefused(
-            f"llm.EnableRemoteCacheAccessible differs: {int(theirs.remote_accessible)} at cluster "
-            f"{theirs.cluster_id}, {int(mine.remote_accessible)} at cluster {mine.cluster_id}",
-            status_code=LLMStatusCode.LLM_PARAM_INVALID,
-        )
-
-
-def _check_identity(mine: Endpoint, tls: TlsSession | None, theirs: Greeting) -> None:
-    """Raise AuthFailed if the peer may not be that cluster, or may not link."""
-    if mine.credentials is not None and tls is not None:
-        mine.credentials.check(tls, theirs.cluster_id)
-    if mine.rules is not None:
-        mine.rules.require_link(theirs.cluster_id)
-
-
-def _hear(meeting: Meeting, theirs: Greeting) -> None:
+def _hear(meeting: Meeting, theirs: Greeting, transcript: Transcript, shares: bytes) -> None:
+    """Tell the meeting of the peer, and the link's secret: HKDF-Extract of both shares, sent encrypted."""
+    meeting.secret = hmac.digest(b"".join(transcript), shares, "sha256") if shares else b""
     meeting.hear(theirs.offers, theirs.transport, theirs.incarnation, str(Peer.of(theirs)), theirs.cluster_id)
-
-
-def _link_secret(transcript: Transcript, dialer_share: bytes, listener_share: bytes) -> bytes:
-    """Return the link's secret: HKDF-Extract of both shares, sent encrypted. Empty without shares."""
-    if not dialer_share:
-        return b""
-    return hmac.digest(b"".join(transcript), dialer_share + listener_share, "sha256")
 
 
 class _BlockingFrames(DialledSocket):
@@ -263,9 +210,10 @@ class _BlockingFrames(DialledSocket):
 
     def receive(self, kind: type[M]) -> M:
         try:
-            while (message := _take(self.parser)) is None:
+            while (payload := self.parser.take()) is None:
                 data = self._read_some()
                 self.parser.feed(data if self.tls is None else self.tls.decrypt(data))
+            message = decode(payload)
             self._heard = True
             if isinstance(message, Refused):
                 raise remote_refusal(message, self.what)
@@ -279,16 +227,13 @@ class _BlockingFrames(DialledSocket):
 class Dial(AbstractContextManager["Dial"]):
     """One handshake at the dialer; a context manager.
 
-    :meth:`greet` sets ``peer``, ``connection`` and ``choice``. If given, only ``incarnation`` may answer, and the
-    listener must know the ``communicator``.
+    :meth:`greet` sets ``peer``. If given, only ``incarnation`` may answer, from a listener of ``communicator``.
 
     Owns: socket and connection until :meth:`take`; the end of the block frees them.
     Threads: one; any for :meth:`hang_up`.
     """
 
     peer: Peer
-    connection: DataPath
-    choice: Choice
 
     def __init__(
         self,
@@ -311,11 +256,8 @@ class Dial(AbstractContextManager["Dial"]):
         self._frames = _BlockingFrames(addresses, deadline, self._what, endpoint.session(server_side=False))
         self._undo = ExitStack()
         self._undo.callback(self._frames.close)
-        self._meeting = endpoint.transports.meet(secrets.token_bytes(TOKEN_BYTES), dialled=True)
+        self._meeting = endpoint.transports.meet(secrets.token_bytes(16), dialled=True)
         self._undo.callback(self._meeting.close)
-        self._transcript: Transcript
-        self._welcome: Welcome
-        self._proven = False
 
     def greet(self, wanted: int | None) -> None:
         """Do steps 1 to 4: connect, exchange greetings, open the data path.
@@ -323,14 +265,15 @@ class Dial(AbstractContextManager["Dial"]):
         Raises DeadlineExceeded; AuthFailed if either side rejects the other; LinkRefused if the peer is unreachable,
         refuses, speaks another protocol, or no transport reaches it.
         """
-        if wanted is not None and self._endpoint.rules is not None:
+        endpoint, meeting = self._endpoint, self._meeting
+        if wanted is not None:
             try:
-                self._endpoint.rules.require_link(wanted)
+                endpoint.require_link(wanted)
             except AuthFailed as error:
                 raise AuthFailed(f"{self._what}: {error}") from None
-        meeting = self._meeting
         hello = Hello(
-            **self._endpoint.greeting(meeting.offers(), *self._endpoint.fresh()),
+            **endpoint.greeting(),
+            offers=meeting.offers(),
             wanted=wanted,
             reconnects=self._incarnation is not None,
             token=meeting.token,
@@ -339,58 +282,44 @@ class Dial(AbstractContextManager["Dial"]):
         self._frames.connect(tune)
         self._frames.introduce(hello)
         self._welcome = welcome = self._frames.receive(Welcome)
-        _hear(meeting, welcome)
         self._transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
-        meeting.secret = _link_secret(self._transcript, hello.share, welcome.share)
-        known = self._endpoint.peer_secrets
-        proven = known.is_proven(welcome.incarnation, _LISTENER, self._transcript, welcome.proof)
+        _hear(meeting, welcome, self._transcript, hello.share + welcome.share)
+        proven = endpoint.peer_secrets.is_proven(welcome.incarnation, LISTENER, self._transcript, welcome.proof)
         self._proven = proven or meeting.here is not None
         try:
-            self._check(welcome, wanted)
-            self._open(welcome)
+            self._open(welcome, wanted)
         except (LinkRefused, AuthFailed) as error:
             raise type(error)(f"{self._what}: {error}", status_code=error.status_code) from error
         self.peer = Peer.of(welcome)
 
-    def _check(self, welcome: Welcome, wanted: int | None) -> None:
-        _check_version(self._endpoint, welcome)
-        _check_identity(self._endpoint, self._frames.tls, welcome)
-        _check_place(welcome, self._meeting.here)
+    def _open(self, welcome: Welcome, wanted: int | None) -> None:
+        """Check the peer, then open the data path."""
+        endpoint, meeting, frames = self._endpoint, self._meeting, self._frames
+        endpoint.check_version(welcome)
+        endpoint.check_identity(frames.tls, welcome)
+        _check_place(welcome, meeting.here)
         if self._incarnation not in (None, welcome.incarnation):
-            raise LinkRefused(
-                f"another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}",
-                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-            )
+            text = f"another process answers there: cluster {welcome.cluster_id}, pid {welcome.pid}"
+            raise LinkRefused(text, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if self._incarnation is not None and not self._proven:
-            raise LinkRefused(
-                f"cluster {welcome.cluster_id}, pid {welcome.pid}, answers there and cannot prove that it is the "
-                "process of the lost link",
-                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-            )
+            text = f"cluster {welcome.cluster_id}, pid {welcome.pid}, answers there and cannot prove that it is the "
+            raise LinkRefused(f"{text}process of the lost link", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if wanted is not None and welcome.cluster_id != wanted:
             raise LinkRefused(f"remote_cluster_id={wanted}, but cluster {welcome.cluster_id} answered")
-        _check_access(self._endpoint, welcome)
-
-    def _open(self, welcome: Welcome) -> None:
-        meeting, frames = self._meeting, self._frames
-        meeting.offered = self._endpoint.offered_to(welcome)
+        endpoint.check_access(welcome)
+        meeting.offered = endpoint.offered_to(welcome.cluster_id)
         meeting.sock, meeting.address, meeting.deadline = frames.socket, frames.address, self._deadline
         meeting.choose()
-        self.connection = meeting.open()
-        self._undo.callback(self.connection.close)
-        self.choice = meeting.choice
+        self._connection = meeting.open()
+        self._undo.callback(self._connection.close)
 
     def confirm(self, sequence: int, *, present: bool = False) -> int:
-        """Do steps 5 and 6: send the choice and this side's number, return the listener's.
-
-        ``present``: use the existing link with that number.
-        """
-        reason, known, peer = self.choice.reason[:MAX_REASON], self._endpoint.peer_secrets, self.peer.incarnation
-        proof = known.prove(peer, _DIALER, self._transcript) if self._proven else b""
+        """Do steps 5 and 6 with this side's number, of an existing link if ``present``; return the listener's."""
+        choice, known, peer = self._meeting.choice, self._endpoint.peer_secrets, self.peer.incarnation
+        proof = known.prove(peer, DIALER, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
-        self._frames.put(
-            TransportChoice(self.choice.name, reason, sequence, present, proof, share, self.choice.private)
-        )
+        reason = choice.reason[:MAX_REASON]
+        self._frames.put(TransportChoice(choice.name, reason, sequence, present, proof, share, choice.private))
         linked = self._frames.receive(Linked)
         if share:
             known.agree(peer, share, linked.share, self._transcript)
@@ -409,9 +338,9 @@ class Dial(AbstractContextManager["Dial"]):
             reconnected=self._incarnation is not None,
             by_communicator=by_communicator,
         )
-        sock, leftover, tls = self._frames.socket, self._frames.parser.rest(), self._frames.tls
         renewal = self._endpoint.renewal(self._welcome, self._meeting.secret, dialled=True)
-        return NewLink(self.peer, self.connection, self.choice, origin, sock, leftover, tls=tls, renewal=renewal)
+        link = Link(self.peer, self._connection, self._meeting.choice, origin, renewal)
+        return NewLink(link, self._frames.socket, self._frames.parser.rest(), tls=self._frames.tls)
 
     def hang_up(self) -> None:
         """Fail a waiting call at once; also end a taken link."""
@@ -427,8 +356,7 @@ class Dial(AbstractContextManager["Dial"]):
 class Host(Protocol):
     """Link manager of a listener, on the control thread. Raises LinkError to refuse."""
 
-    def refuse_if_full(self, hello: Hello, source: str) -> None: ...
-    async def admit(self, hello: Hello, *, proven: bool) -> None: ...
+    async def admit(self, hello: Hello, source: str, *, proven: bool) -> None: ...
     def install(self, new: NewLink) -> None: ...
     def recognise(self, hello: Hello) -> int: ...
 
@@ -460,24 +388,19 @@ def bind(address: tuple[str, int]) -> socket.socket:
     try:
         return listening_socket(address)
     except OSError as error:
-        raise LinkError(
-            f"listenIpInfo={show_address(address)}: cannot listen there: {error.strerror or error}",
-            status_code=LLMStatusCode.LLM_FAILED,
-        ) from error
+        text = f"listenIpInfo={show_address(address)}: cannot listen there: {error.strerror or error}"
+        raise LinkError(text, status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 class _AsyncFrames:
-    """Frames for coroutines. Raises OSError, ProtocolError and AuthFailed."""
+    """Frames for coroutines, from the dialer at ``source``. Raises OSError, ProtocolError and AuthFailed."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, source: str) -> None:
         self._loop = loop
         self.socket = sock
+        self.source = source
         self.parser = FrameParser()
         self.tls: TlsSession | None = None
-
-    async def preamble(self) -> bytes:
-        """Read the preamble only: the rest may be a transport's."""
-        return await read_exactly(self._loop, self.socket, PREAMBLE_BYTES, "preamble")
 
     async def authenticate(self, tls: TlsSession) -> None:
         """Authenticate both sides, and encrypt from here on. Raises AuthFailed."""
@@ -496,29 +419,16 @@ class _AsyncFrames:
         await self._loop.sock_sendall(self.socket, data if self.tls is None else self.tls.encrypt(data))
 
     async def receive(self, kind: type[M]) -> M:
-        while (message := _take(self.parser)) is None:
+        while (payload := self.parser.take()) is None:
             data = await self._receive_some(_RECEIVE_BYTES)
             self.parser.feed(data if self.tls is None else self.tls.decrypt(data))
-        return _expect(kind, message)
+        return _expect(kind, decode(payload))
 
     async def _receive_some(self, most: int) -> bytes:
         data = await self._loop.sock_recv(self.socket, most)
         if not data:
             raise ProtocolError("the connection ended inside the handshake", phase="handshake")
         return data
-
-
-@dataclass(slots=True)
-class _Handshake:
-    """One handshake at the listener."""
-
-    frames: _AsyncFrames
-    hello: Hello
-    meeting: Meeting
-    source: str  # dialer's address
-    proven: bool = False
-    choice: TransportChoice = field(init=False)  # set after the choice
-    transcript: Transcript = field(init=False)
 
 
 @dataclass(eq=False)
@@ -542,7 +452,7 @@ class Listener:
 
     def __post_init__(self) -> None:
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
-        self._listen()
+        self._control.loop.add_reader(self._sock, self._accept)
 
     def close(self) -> None:
         """Stop listening and end the handshakes in progress, no links."""
@@ -558,9 +468,6 @@ class Listener:
         for sock in (self._sock, *self._greetings):
             sock.close()
 
-    def _listen(self) -> None:
-        self._control.loop.add_reader(self._sock, self._accept)
-
     def _accept(self) -> None:
         try:
             sock, address = self._sock.accept()
@@ -569,8 +476,9 @@ class Listener:
         except OSError as error:
             # Out of descriptors the loop would spin without a pause.
             logger.warning("listener %s cannot accept and pauses: %s", show_address(self.address), error)
-            self._control.loop.remove_reader(self._sock)
-            self._resume = self._control.loop.call_later(_ACCEPT_PAUSE_SECONDS, self._listen)
+            loop = self._control.loop
+            loop.remove_reader(self._sock)
+            self._resume = loop.call_later(_ACCEPT_PAUSE_SECONDS, loop.add_reader, self._sock, self._accept)
             return
         neighbours = [each for each, source in self._greetings.items() if source == address[0]]
         if len(neighbours) >= _MAX_GREETINGS_OF_ONE_ADDRESS:
@@ -599,7 +507,10 @@ class Listener:
             async with asyncio.timeout(GREETING_SECONDS):
                 handed_over = await self._shake_hands(sock, address[0])
         except AuthFailed as error:
-            self._warn(address, error)
+            # At most once a second, because any number of connections may come.
+            if (now := self._control.loop.time()) >= self._warn_again_at:
+                self._warn_again_at = now + 1
+                logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), named(error))
         except (TimeoutError, OSError, LLMException) as error:
             reason = named(error) if str(error) else "it took too long"
             logger.info("handshake with %s failed: %s", show_address(address[:2]), reason)
@@ -609,40 +520,30 @@ class Listener:
             if not handed_over:
                 sock.close()
 
-    def _warn(self, address: tuple[str, int], error: AuthFailed) -> None:
-        """Warn at most once a second, because any number of connections may come."""
-        now = self._control.loop.time()
-        if now >= self._warn_again_at:
-            self._warn_again_at = now + 1
-            logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), named(error))
-
     async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
         """Do all steps; return True if the socket has another owner."""
-        frames = _AsyncFrames(self._control.loop, sock)
-        preamble = await frames.preamble()
+        loop = self._control.loop
+        preamble = await read_exactly(loop, sock, PREAMBLE_BYTES, "preamble")  # only: the rest may be a transport's
         if (transport := self._endpoint.transports.of_preamble(preamble)) is not None:
-            await self._hand_over(sock, transport)
+            take = await transport.admit(loop, sock)
+            self._greetings.pop(sock, None)
+            take()
             return True
         if preamble not in (CONTROL_PREAMBLE, TLS_PREAMBLE):
             raise ProtocolError(f"the preamble {preamble!r} is not one of ours")
         tune(sock)
+        frames = _AsyncFrames(loop, sock, source)
         await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
         hello = await frames.receive(Hello)
-        await self._identify(frames, hello)
+        try:
+            self._endpoint.check_identity(frames.tls, hello)
+        except AuthFailed:
+            await frames.send(_NOT_AUTHENTICATED)
+            raise
         self._silent.pop(sock, None)
         meeting = self._endpoint.transports.meet(hello.token, dialled=False)
-        handshake = _Handshake(frames, hello, meeting, source)
         try:
-            self._check(handshake)
-            self._host.refuse_if_full(hello, source)
-            await self._host.admit(hello, proven=True)  # as claimed; the proof comes with the choice
-            await self._exchange_offers(handshake)
-            if not handshake.proven:
-                await self._host.admit(hello, proven=False)
-            if handshake.choice.present:
-                await self._recognise(handshake)
-                return False
-            self._complete(handshake)
+            return await self._meet(frames, hello, meeting)
         except BaseException as error:
             meeting.close()
             if isinstance(error, LLMException):
@@ -650,7 +551,6 @@ class Listener:
             raise
         finally:
             meeting.close()
-        return True
 
     async def _authenticate(self, frames: _AsyncFrames, *, encrypted: bool) -> None:
         tls = self._endpoint.session(server_side=True)
@@ -662,75 +562,68 @@ class Listener:
         elif encrypted:
             raise AuthFailed("it asks for authentication; this instance has no credentials")
 
-    async def _identify(self, frames: _AsyncFrames, hello: Hello) -> None:
-        try:
-            _check_identity(self._endpoint, frames.tls, hello)
-        except AuthFailed:
-            await frames.send(_NOT_AUTHENTICATED)
-            raise
-
     async def _refuse(self, frames: _AsyncFrames, hello: Hello, error: LLMException) -> None:
         try:
             with suppress(OSError):  # the reason is logged anyway
-                await frames.send(refused(error))
+                await frames.send(Refused(int(error.status_code), str(error)[:MAX_REASON]))
         finally:
             # Last: it may close this listener.
             if self._admission is not None:
                 self._admission.refused(hello, error)
 
-    async def _recognise(self, handshake: _Handshake) -> None:
-        """Answer with the number of the present link."""
-        if not handshake.proven:
-            raise LinkRefused(
-                f"cluster {handshake.hello.cluster_id} cannot prove that it is the linked process",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
-        handshake.meeting.close()
-        await handshake.frames.send(Linked(self._host.recognise(handshake.hello), b""))
+    async def _meet(self, frames: _AsyncFrames, hello: Hello, meeting: Meeting) -> bool:
+        """Do the steps after Hello; return True if the socket has become a link's."""
+        self._check(hello, meeting.here)
+        await self._host.admit(hello, frames.source, proven=True)  # as claimed; the proof comes with the choice
+        transcript, theirs = await self._exchange_offers(frames, hello, meeting)
+        known = self._endpoint.peer_secrets
+        proven = meeting.here is not None or known.is_proven(hello.incarnation, DIALER, transcript, theirs.proof)
+        if not proven:
+            await self._host.admit(hello, frames.source, proven=False)
+        if not theirs.present:
+            self._complete(frames, hello, meeting, transcript, theirs)
+            return True
+        if not proven:
+            text = f"cluster {hello.cluster_id} cannot prove that it is the linked process"
+            raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+        meeting.close()
+        await frames.send(Linked(self._host.recognise(hello), b""))
+        return False
 
-    async def _hand_over(self, sock: socket.socket, transport: Transport) -> None:
-        """Give a transport its own connection."""
-        take = await transport.admit(self._control.loop, sock)
-        self._greetings.pop(sock, None)
-        take()
-
-    def _check(self, handshake: _Handshake) -> None:
-        mine, hello = self._endpoint, handshake.hello
-        _check_version(mine, hello)
-        _check_place(hello, handshake.meeting.here)
+    def _check(self, hello: Hello, here: Exports | None) -> None:
+        mine = self._endpoint
+        mine.check_version(hello)
+        _check_place(hello, here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
-            raise LinkRefused(
-                f"remote_cluster_id={hello.wanted}: the listener at {show_address(self.address)} is cluster "
-                f"{mine.cluster_id}"
-            )
+            listener = f"the listener at {show_address(self.address)} is cluster {mine.cluster_id}"
+            raise LinkRefused(f"remote_cluster_id={hello.wanted}: {listener}")
         if self._admission is not None:
             self._admission.check(hello)
         elif hello.communicator is not None:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-        _check_access(mine, hello)
+        mine.check_access(hello)
 
-    async def _exchange_offers(self, handshake: _Handshake) -> None:
+    async def _exchange_offers(
+        self, frames: _AsyncFrames, hello: Hello, meeting: Meeting
+    ) -> tuple[Transcript, TransportChoice]:
         """Send Welcome; receive choice and proof."""
-        frames, hello, meeting = handshake.frames, handshake.hello, handshake.meeting
-        known, own = self._endpoint.peer_secrets, self._endpoint.exports.incarnation
-        nonce, share = self._endpoint.fresh()
-        handshake.transcript = transcript = Transcript(hello.incarnation, own, hello.nonce, nonce)
-        meeting.sock, meeting.offered = frames.socket, self._endpoint.offered_to(hello)
-        meeting.secret = _link_secret(transcript, hello.share, share)
-        _hear(meeting, hello)
-        proof = known.prove(hello.incarnation, _LISTENER, transcript)
-        await frames.send(Welcome(**self._endpoint.greeting(meeting.offers(), nonce, share), proof=proof))
-        handshake.choice = choice = await frames.receive(TransportChoice)
+        greeting = self._endpoint.greeting()
+        transcript = Transcript(hello.incarnation, greeting["incarnation"], hello.nonce, greeting["nonce"])
+        meeting.sock, meeting.offered = frames.socket, self._endpoint.offered_to(hello.cluster_id)
+        _hear(meeting, hello, transcript, hello.share + greeting["share"])
+        proof = self._endpoint.peer_secrets.prove(hello.incarnation, LISTENER, transcript)
+        await frames.send(Welcome(**greeting, offers=meeting.offers(), proof=proof))
+        choice = await frames.receive(TransportChoice)
         meeting.end_exchange()
         if frames.socket not in self._greetings:
             # This side has hung up, and cannot answer.
             raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
-        shown = known.is_proven(hello.incarnation, _DIALER, transcript, choice.proof)
-        handshake.proven = shown or meeting.here is not None
+        return transcript, choice
 
-    def _complete(self, handshake: _Handshake) -> None:
+    def _complete(
+        self, frames: _AsyncFrames, hello: Hello, meeting: Meeting, transcript: Transcript, theirs: TransportChoice
+    ) -> None:
         """Open the data path if both sides chose alike, and install the link."""
-        hello, theirs, frames, meeting = handshake.hello, handshake.choice, handshake.frames, handshake.meeting
         mine = meeting.choose()
         if theirs.transport != mine.name:
             there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
@@ -744,18 +637,16 @@ class Listener:
                 sequence=0,  # the host sets it
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
-                source=handshake.source,
+                source=frames.source,
                 by_communicator=by_communicator,
                 greetings=[msgspec.structs.replace(hello, offers={})] if by_communicator else [],
             )
-            sock, leftover = frames.socket, frames.parser.rest()
-            peer, share = Peer.of(hello), new_share() if theirs.share else b""
-            shares = peer.incarnation, theirs.share, share, handshake.transcript
+            share = new_share() if theirs.share else b""
+            shares = hello.incarnation, theirs.share, share, transcript
             agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
             renewal = self._endpoint.renewal(hello, meeting.secret, dialled=False)
-            self._host.install(
-                NewLink(peer, connection, meeting.choice, origin, sock, leftover, share, agree, frames.tls, renewal)
-            )
+            link = Link(Peer.of(hello), connection, meeting.choice, origin, renewal)
+            self._host.install(NewLink(link, frames.socket, frames.parser.rest(), share, agree, frames.tls))
         except BaseException:
             connection.close()
             raise

@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 
 #: Secrets kept; the oldest goes first, as if never met.
 _MAX_SECRETS: Final = 4096
+SHARE_BYTES: Final = 32
+DIALER, LISTENER = b"initiator", b"target"  # roles in proofs, on the wire
 
 
 class Transcript(NamedTuple):
@@ -51,7 +53,7 @@ class PeerSecrets:
 
 
 def new_share() -> bytes:
-    return secrets.token_bytes(32)
+    return secrets.token_bytes(SHARE_BYTES)
 
 
 def _proof(secret: bytes, role: bytes, transcript: Transcript) -> bytes:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Consumed, Failed, Greeting, Hello, Message, Ping, Release, remote_failure
+from llm_datadist._links.messages import Failed, Ping, UnlinkAck, remote_failure
 from llm_datadist._log import logger
 from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
@@ -25,6 +25,7 @@ from llm_datadist.metrics import LinkStatistics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._links.messages import Consumed, Greeting, Hello, Message, Release
     from llm_datadist._links.renewal import Renewal
     from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
@@ -124,15 +125,12 @@ class LinkOrigin:
     sequence: int  # this side's number; a later link has a higher one
     peer_sequence: int
     address: tuple[str, int] | None = None  # to redial
-    #: Restored after a loss; ``link_clusters`` may still request it.
-    reconnected: bool = False
+    reconnected: bool = False  # restored after a loss; ``link_clusters`` may still request it
     source: str = ""  # the dialling peer's address
     by_communicator: bool = False  # made for communicators, not for ``link_clusters``
-    #: For communicators, until the peer answers a Ping.
-    greetings: list[Hello] = field(default_factory=list)
+    greetings: list[Hello] = field(default_factory=list)  # for communicators, until the peer answers a Ping
     requested: bool = field(init=False)  # by ``link_clusters`` of this side
-    #: False while no OK communicator uses it: closed to operations here.
-    open: bool = field(init=False)
+    open: bool = field(init=False)  # False while no OK communicator uses it: closed to operations here
 
     def __post_init__(self) -> None:
         self.requested = self.dialled and not (self.reconnected or self.by_communicator)
@@ -219,8 +217,11 @@ class Link:
         self._verified_bytes = 0
         # Both sides may unlink at once.
         self._unlinking = self._peer_unlinks = False
-        self._unlink_ack: Callable[[], None] | None = None
+        self._unlink_ack: int | None = None  # number of the peer's request, until the answer
         self._end_reason, self._lost = "", False
+
+    def __str__(self) -> str:
+        return str(self.peer)
 
     @property
     def state(self) -> LinkState:
@@ -254,9 +255,9 @@ class Link:
         with self._lock:
             if self._operations.leave() == 0:
                 self._idle.notify_all()
-            acknowledge = self._due_unlink_ack()
-        if acknowledge is not None:
-            acknowledge()
+            due = self._due_unlink_ack()
+        if due is not None:
+            self.tell(UnlinkAck(due))
 
     def request(
         self,
@@ -282,7 +283,7 @@ class Link:
         reader = self.channel if meanwhile is None else None
         try:
             if reader is not None:
-                reader.prepare(waiter)
+                reader.take_role(waiter)
             channel = self.send(build(number), what, phase)
             if meanwhile is not None:
                 meanwhile()
@@ -343,17 +344,11 @@ class Link:
 
     def lost_error(self, what: object, phase: str) -> LLMException:
         if self.ended and not self._lost:
-            return NotLinked(
-                f"{what}: the link to {self.peer} was given up in phase {phase}: {self._end_reason}",
-                peer=self.peer.cluster_id,
-                phase=phase,
-            )
+            text = f"{what}: the link to {self.peer} was given up in phase {phase}: {self._end_reason}"
+            return NotLinked(text, peer=self.peer.cluster_id, phase=phase)
         reason = self._end_reason or (self.channel.reason if self.channel is not None else "") or "connection closed"
-        return PeerLost(
-            f"{what}: lost {self.peer} in phase {phase}: {reason}; link again to recover",
-            peer=self.peer.cluster_id,
-            phase=phase,
-        )
+        text = f"{what}: lost {self.peer} in phase {phase}: {reason}; link again to recover"
+        return PeerLost(text, peer=self.peer.cluster_id, phase=phase)
 
     def count_verified(self, nbytes: int) -> None:
         with self._lock:
@@ -363,8 +358,7 @@ class Link:
         self.last_heard = time.monotonic()
         if self._machine.state is LinkState.SUSPECT:
             with self._lock:
-                if self._machine.can(LinkEvent.HEARD):
-                    self._fire(LinkEvent.HEARD)
+                self._try(LinkEvent.HEARD)
 
     def oversleep(self, seconds: float) -> None:
         """Forgive seconds in which this process was stopped."""
@@ -375,19 +369,14 @@ class Link:
     def silent(self) -> bool:
         """Become SUSPECT; return False unless READY."""
         with self._lock:
-            if not self._machine.can(LinkEvent.SILENT):
-                return False
-            self._fire(LinkEvent.SILENT)
-            return True
+            return self._try(LinkEvent.SILENT)
 
     def begin_unlink(self) -> bool:
         """Start no more operations; return False if unusable."""
         with self._lock:
-            if not self._machine.can(LinkEvent.UNLINK):
-                return False
-            self._fire(LinkEvent.UNLINK)
-            self._unlinking = True
-            return True
+            begun = self._try(LinkEvent.UNLINK)
+            self._unlinking |= begun
+            return begun
 
     def wait_idle(self, deadline: Deadline) -> bool:
         return deadline.wait_for(self._idle, lambda: not self.busy)
@@ -399,19 +388,18 @@ class Link:
                 self._peer_unlinks, self._unlink_ack = False, None
             else:
                 self._unlinking = False
-            if not self._unlinking and not self._peer_unlinks and self._machine.can(LinkEvent.RESUME):
-                self._fire(LinkEvent.RESUME)
+            if not self._unlinking and not self._peer_unlinks:
+                self._try(LinkEvent.RESUME)
 
-    def peer_unlinks(self, acknowledge: Callable[[], None]) -> None:
-        """Drain; call ``acknowledge`` once no operation runs."""
+    def peer_unlinks(self, number: int) -> None:
+        """Drain; answer the request of that number once no operation runs."""
         with self._lock:
-            if self._machine.can(LinkEvent.UNLINK):
-                self._fire(LinkEvent.UNLINK)
+            self._try(LinkEvent.UNLINK)
             self._peer_unlinks = True
-            self._unlink_ack = acknowledge
+            self._unlink_ack = number
             due = self._due_unlink_ack()
         if due is not None:
-            due()
+            self.tell(UnlinkAck(due))
 
     @property
     def unlink_acknowledged(self) -> bool:
@@ -425,12 +413,19 @@ class Link:
         else:
             self._operations.shut()
 
-    def _due_unlink_ack(self) -> Callable[[], None] | None:
-        """Under the lock: take the acknowledgement if idle."""
+    def _try(self, event: LinkEvent) -> bool:
+        """Under the lock: fire an event if it is legal now."""
+        legal = self._machine.can(event)
+        if legal:
+            self._fire(event)
+        return legal
+
+    def _due_unlink_ack(self) -> int | None:
+        """Under the lock: take the number of the acknowledgement if idle."""
         if self.busy:
             return None
-        acknowledge, self._unlink_ack = self._unlink_ack, None
-        return acknowledge
+        number, self._unlink_ack = self._unlink_ack, None
+        return number
 
     def end(self, reason: str, *, lost: bool) -> bool:
         """Fail waiting callers, close channel and data path; return False if already ended."""
@@ -438,11 +433,9 @@ class Link:
             if self._machine.state is LinkState.CLOSED:
                 return False
             self._end_reason, self._lost = reason, lost
-            if lost or not self._machine.can(LinkEvent.IDLE):
+            if lost or not self._try(LinkEvent.IDLE):
                 self._fire(LinkEvent.LOST)
                 self._fire(LinkEvent.CLEANUP)
-            else:
-                self._fire(LinkEvent.IDLE)
             self.requests.close()
         # Running copies fail; their mappings stay until they leave.
         for each in self.connection.connections:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import Beat
 from llm_datadist._log import logger
-from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMStatusCode
+from llm_datadist.errors import LLMException
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
-    from llm_datadist._deadline import Deadline
-    from llm_datadist._links.link import Link, Peer
+    from llm_datadist._links.link import Link
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.renewal import Renewal
-    from llm_datadist._links.table import LinkTable
 
 _BEAT_SECONDS: Final = 1.0
 _SUSPECT_SECONDS: Final = 3.0
 #: Beats in ``llm.PeerTimeout``, at least.
 _BEATS_PER_TIMEOUT: Final = 4
-#: Limit of an answer if another process claims the cluster id.
-_ANSWER_MS: Final = 1000
 
 
 @dataclass(eq=False)
@@ -88,52 +84,3 @@ class Heartbeat:
             link.send(renewal.ask(now))
         elif renewal.asked is not None and now - renewal.asked > self._peer_timeout:
             self._lose(link, f"not authenticated again within {self._peer_timeout} s", "unauthenticated")
-
-
-class LinkConflicts:
-    """Links that obstruct new ones: their peers must answer a ping."""
-
-    def __init__(self, table: LinkTable, lose: Callable[[Link, str, str], None]) -> None:
-        self._table = table
-        self._lose = lose
-
-    def answers(self, link: Link, deadline: Deadline) -> bool:
-        """Return True if the peer answers in time, and the link is usable."""
-        return link.responds(deadline) and link.usable
-
-    def replace(self, peer: Peer, deadline: Deadline) -> None:
-        """End the link to another process of ``peer``'s cluster unless that answers."""
-        old = self._table.conflict(peer)
-        if old is not None and not self.answers(old, deadline):
-            self.lose(old, f"silent while {peer} took its place", deadline)
-
-    def lose(self, link: Link, reason: str, deadline: Deadline) -> None:
-        """End a silent peer's link. Raises DeadlineExceeded if the call's time is over."""
-        deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
-        if link.usable:
-            self._lose(link, reason, "replaced")
-
-    async def give_way(self, peer: Peer, *, proven: bool, reconnects: bool) -> None:
-        """Wait until no other process with this cluster id is linked.
-
-        Raises AlreadyLinked if that answers within a second, or ``peer`` ``reconnects`` while another incarnation is
-        linked. Raises LinkRefused (``LLM_LINK_BUSY``) if it has the incarnation of a ``peer`` without proof: of two
-        first dials at once, one is enough.
-        """
-        old = self._table.conflict(peer, proven=proven)
-        if old is None:
-            return
-        if reconnects and old.peer.incarnation != peer.incarnation:
-            raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer} since {peer} was lost")
-        ping = old.ping()
-        give_up = time.monotonic() + _ANSWER_MS / 1e3
-        # The end of a restarted peer's channel may not have been read.
-        while self._table.conflict(peer, proven=proven) is old and time.monotonic() < give_up:
-            if old.last_pong >= ping:
-                if old.peer.incarnation == peer.incarnation:
-                    text = f"{old.peer} is linked, and this dial cannot prove that it comes from the same process"
-                    raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-                raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
-            await asyncio.sleep(0.01)
-        if self._table.conflict(peer, proven=proven) is old:
-            self._lose(old, f"silent while {peer} took its place", "replaced")

@@ -11,14 +11,15 @@ import select
 import selectors
 import threading
 import time
-from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
 from llm_datadist._native import listen_for_input
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals
+from llm_datadist._threads import Work
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
@@ -132,16 +133,9 @@ class ControlLoop:
         """Run short work on the control thread; return its result. Raises StateError once stopped."""
         if self.inside():
             return function(*args)
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 (raised in the caller)
-                done.set_exception(error)
-
-        self.post(run)
-        return done.result()
+        work = Work(partial(function, *args))
+        self.post(work.run)
+        return work.future.result()
 
     def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
         """Run ``function`` there soon, even if a stop follows. Raises StateError once stopped."""
@@ -175,26 +169,19 @@ class ControlLoop:
     @hold_signals
     def _run(self) -> None:
         with never_wait_here():
-            self._serve_until_stopped()
-
-    def _ran(self) -> bool:
-        """Run until stopped; return False if memory ran out."""
-        try:
-            self.loop.run_forever()
-        except MemoryError:
-            return False
-        return True
-
-    def _serve_until_stopped(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        while not self._ran():
-            time.sleep(_NO_MEMORY_SECONDS)
-        # One more turn: a coroutine that is cancelled before it begins cannot clean up.
-        self.loop.run_until_complete(asyncio.sleep(0))
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            asyncio.set_event_loop(self.loop)
+            while True:
+                try:
+                    self.loop.run_forever()
+                    break
+                except MemoryError:
+                    time.sleep(_NO_MEMORY_SECONDS)
+            # One more turn: a coroutine that is cancelled before it begins cannot clean up.
+            self.loop.run_until_complete(asyncio.sleep(0))
+            for task in list(self._tasks):
+                task.cancel()
+            if self._tasks:
+                self.loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

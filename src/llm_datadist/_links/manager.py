@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import AdmissionPolicy, Dial, Endpoint, Listener, NewLink
 from llm_datadist._links.link import Link, LinkState, Peer
-from llm_datadist._links.liveness import Heartbeat, LinkConflicts
-from llm_datadist._links.messages import (
-    Authenticate,
-    Authenticated,
-    Beat,
-    Claimed,
-    ClaimOver,
-    CommunicatorId,
-    Failed,
-    Hello,
-    Linked,
-    Located,
-    Message,
-    Ping,
-    Pong,
-    Resolved,
-    TransportSaid,
-    UnlinkAck,
-    UnlinkCancel,
-    UnlinkRequest,
-    Verified,
-)
+from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger, named
@@ -57,77 +38,66 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from llm_datadist._links.loop import ControlLoop
-    from llm_datadist._links.renewal import Renewal
-    from llm_datadist.metrics import RedialStatistics
+    from llm_datadist.config import Options
 
 #: Time for a peer to close after UnlinkAck.
 _UNLINK_MS: Final = 1000
+#: Limit of an answer if another process claims the cluster id.
+_ANSWER_MS: Final = 1000
 #: Wait of the side that gives way for the other's link.
 _CROSSING_POLL_MS: Final = 50
 #: Answers that are ignored if late, because they hold nothing.
-_FINAL: Final = (Failed, UnlinkAck, Located, Verified, ClaimOver)
-_ANSWERS: Final = (Resolved, Claimed, TransportSaid, *_FINAL)
-_IGNORED: Final = (Beat, *_FINAL)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkHooks:
-    """Callbacks into the transfer layer, on the control thread except ``on_end``."""
-
-    handlers: Mapping[type[Message], Callable[[Link, Any], None]]
-    on_end: Callable[[Link], None]  # once for each link; any thread; messages may follow
-    on_tick: Callable[[float], None]  # at every beat, with the monotonic time
+_FINAL: Final = (messages.Failed, messages.UnlinkAck, messages.Located, messages.Verified, messages.ClaimOver)
+_ANSWERS: Final = (messages.Resolved, messages.Claimed, messages.TransportSaid, *_FINAL)
+_IGNORED: Final = (messages.Beat, *_FINAL)
 
 
 class LinkManager:
     """All links of one LLMDataDist.
 
     Owns: listener, links, heartbeat, reconnects and communicators.
-    Threads: callers link, unlink and look up; the control thread accepts and dispatches. Any thread ends links, outside
-        every lock; the first reason counts.
+    Threads: callers link, unlink and look up. The control thread accepts, dispatches, and calls ``on_tick`` at every
+        beat, with the monotonic time. Any thread ends links, outside every lock; the first reason counts. ``on_end`` is
+        called in any thread when a link ends, and again on the control thread once no message can follow.
     """
 
     def __init__(
         self,
         control: ControlLoop,
         endpoint: Endpoint,
-        hooks: LinkHooks,
-        *,
-        peer_timeout: float,
-        max_links: int,
-        max_link_age: float | None,
+        options: Options,
+        handlers: Mapping[type[messages.Message], Callable[[Link, Any], None]],
+        on_end: Callable[[Link], None],
+        on_tick: Callable[[float], None],
     ) -> None:
         self._control = control
         self.endpoint = endpoint
-        self._on_end = hooks.on_end
-        self._handlers: dict[type[Message], Callable[[Link, Any], None]] = {
-            Ping: lambda link, message: link.tell(Pong(message.id)),
-            Pong: self._on_pong,
-            UnlinkRequest: lambda link, message: link.peer_unlinks(partial(link.tell, UnlinkAck(message.id))),
-            UnlinkCancel: self._on_unlink_cancel,
-            Authenticate: self._on_authenticate,
-            Authenticated: self._on_authenticated,
-            **hooks.handlers,
+        self._on_end = on_end
+        self._handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
+            messages.Ping: lambda link, message: link.tell(messages.Pong(message.id)),
+            messages.Pong: self._on_pong,
+            messages.UnlinkRequest: lambda link, message: link.peer_unlinks(message.id),
+            messages.UnlinkCancel: self._on_unlink_cancel,
+            messages.Authenticate: self._on_renewal,
+            messages.Authenticated: self._on_renewal,
+            **handlers,
         }
-        self._table = LinkTable(endpoint.exports.incarnation, max_links)
-        self.note = self._table.note
+        self._table = LinkTable(endpoint.transports.exports.incarnation, options.max_links)
+        self.note, self.all, self.peek = self._table.note, self._table.all, self._table.get
         self.listener: Listener | None = None
         self._started = False
-        lose = partial(self.end, lost=True)
         self._lost: dict[str, Meter] = {}  # by kind
-        self._conflicts = LinkConflicts(self._table, lose)
         self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
-        self.heartbeat = Heartbeat(control, self._table.all, lose, peer_timeout, max_link_age, hooks.on_tick)
+        self.reconnects = self._reconnector.statistics
+        lose = partial(self.end, lost=True)
+        self.heartbeat = Heartbeat(control, self.all, lose, options.peer_timeout, options.max_link_age, on_tick)
         self.communicators = Communicators(self, control, endpoint.cluster_id)
 
     def start(self, listening: socket.socket | None) -> None:
         """Start the heartbeat and, with a bound socket, the listener."""
         self._started = True
-        self._control.call(self._start, listening)
-
-    def _start(self, listening: socket.socket | None) -> None:
-        self._listen(listening)
-        self.heartbeat.start()
+        self._control.call(self._listen, listening)
+        self._control.call(self.heartbeat.start)
 
     def listener_for(self, admission: AdmissionPolicy | None, listening: socket.socket) -> Listener:
         """Return a listener, which the caller closes. On the control thread."""
@@ -141,13 +111,8 @@ class LinkManager:
             link.begin_unlink()
             self.end(link, reason, lost=False)
         if self._started:
-            self._control.call(self._stop)
-        else:
-            self._stop()
-
-    def _stop(self) -> None:
-        self.heartbeat.stop()
-        self._listen(None)
+            self._control.call(self.heartbeat.stop)
+            self._control.call(self._listen, None)
 
     def abandon(self) -> None:
         """In a forked child, without locks: close copies of sockets."""
@@ -189,10 +154,8 @@ class LinkManager:
         there += self._table.dials()
         there += self.communicators.preparing()
         if there:
-            raise StateError(
-                f"{', '.join(there[:3])}{' and others' if len(there) > 3 else ''} must be unlinked first",
-                status_code=LLMStatusCode.LLM_EXIST_LINK,
-            )
+            text = f"{', '.join(there[:3])}{' and others' if len(there) > 3 else ''} must be unlinked first"
+            raise StateError(text, status_code=LLMStatusCode.LLM_EXIST_LINK)
 
     def get(self, cluster_id: int) -> Link:
         """Return the usable link to a cluster. Raises NotLinked."""
@@ -204,19 +167,10 @@ class LinkManager:
             raise NotLinked(f"cluster {cluster_id} is not linked{past}{story}", peer=cluster_id) from error
         return link
 
-    def _usable(self, cluster_id: int | None) -> Link | None:
+    def _usable(self, cluster_id: int | None, since: int = 0) -> Link | None:
+        """Return the usable link to a cluster, if its number is above ``since``."""
         link = None if cluster_id is None else self._table.get(cluster_id)
-        return link if link is not None and link.usable else None
-
-    def peek(self, cluster_id: int) -> Link | None:
-        """Return the link to a cluster in any state. Takes no lock."""
-        return self._table.get(cluster_id)
-
-    def all(self) -> list[Link]:
-        return self._table.all()
-
-    def reconnects(self) -> tuple[RedialStatistics, ...]:
-        return self._reconnector.statistics()
+        return link if link is not None and link.usable and link.origin.sequence > since else None
 
     @property
     def lost(self) -> dict[str, int]:
@@ -242,9 +196,9 @@ class LinkManager:
         Raises AlreadyLinked if there is a live link to that cluster, LinkRefused if the listener is unreachable or
         refuses, and DeadlineExceeded.
         """
-        since = self._table.now()
+        since = self._table.sequence
         present = self._usable(wanted)
-        if present is None or not self._conflicts.answers(present, deadline):
+        if present is None or not _lives(present, deadline):
             silent = present
             try:
                 present = self._dial_until_linked(wanted, address, deadline, since)
@@ -266,17 +220,12 @@ class LinkManager:
                 if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise
                 # Both sides dialled, and this one gives way: it dials again until the other's link comes.
-                if not self._table.wait(lambda: self._is_new(wanted, since), Deadline(_CROSSING_POLL_MS)):
+                if not self._table.wait(lambda: bool(self._usable(wanted, since)), Deadline(_CROSSING_POLL_MS)):
                     deadline.check(f"link to {show_address(address)}: both sides dial", "link", wanted)
                 continue
-            if present is None or self._conflicts.answers(present, deadline):
+            # The process may answer dials, but have forgotten this link.
+            if present is None or self._keep(present, "its peer answers new dials only", deadline):
                 return present
-            # The process answers dials, but has forgotten this link.
-            self._conflicts.lose(present, "its peer answers new dials only", deadline)
-
-    def _is_new(self, cluster_id: int | None, since: int) -> bool:
-        link = self._usable(cluster_id)
-        return link is not None and link.origin.sequence > since
 
     def _reconnect(self, reconnect: Reconnect, deadline: Deadline) -> None:
         """Dial a lost link once. On the reconnector's thread."""
@@ -286,10 +235,7 @@ class LinkManager:
             self.end(link, "unlinked", lost=False)
 
     def dial_member(self, member: MemberDial, deadline: Deadline) -> None:
-        """Dial a member of a communicator once, or use an existing link.
-
-        Raises LinkRefused with ``LLM_PARAM_INVALID`` if no attempt can succeed.
-        """
+        """Dial a member once, or use a link. Raises LinkRefused: ``LLM_PARAM_INVALID`` if no attempt can succeed."""
         communicator = member.communicator.own_id
         self._dial(member.cluster_id, member.address, deadline, member, communicator=communicator)
 
@@ -301,7 +247,7 @@ class LinkManager:
         attempt: Attempt | None = None,
         *,
         incarnation: bytes | None = None,
-        communicator: CommunicatorId | None = None,
+        communicator: messages.CommunicatorId | None = None,
     ) -> Link | None:
         """Make one link, or return an existing one."""
         with (
@@ -311,12 +257,17 @@ class LinkManager:
             if attempt is not None:
                 attempt.begin(dial)
             dial.greet(wanted)
-            if incarnation is None:  # a reconnect replaces no other process
-                self._conflicts.replace(dial.peer, deadline)
+            old = self._table.conflict(dial.peer)
+            if incarnation is None and old is not None:  # a reconnect replaces no other process
+                self._keep(old, f"silent while {dial.peer} took its place", deadline)
             number = self._table.commit(dial.peer, deadline)
             if isinstance(number, Link):
-                if communicator is not None:
-                    self._agree_on(number, dial, deadline)
+                try:
+                    if communicator is not None:  # which uses that link, if the peer agrees
+                        dial.confirm(number.origin.sequence, present=True)
+                except LinkRefused:
+                    self._keep(number, "its peer knows nothing of it", deadline)
+                    raise
                 return number
             try:
                 self._install_dialled(dial.take(number, dial.confirm(number)))
@@ -324,69 +275,80 @@ class LinkManager:
                 self._table.withdraw(dial.peer)
         return None
 
-    def _agree_on(self, present: Link, dial: Dial, deadline: Deadline) -> None:
-        """Let a communicator use the present link, if the peer agrees."""
-        try:
-            dial.confirm(present.origin.sequence, present=True)
-        except LinkRefused:
-            if not self._conflicts.answers(present, deadline):
-                self._conflicts.lose(present, "its peer knows nothing of it", deadline)
-            raise
-
     def _install_dialled(self, new: NewLink) -> None:
         """Make a dialled link usable. Owns ``new``. Raises LinkRefused and AlreadyLinked."""
-        link, channel = self._make(new)
-        link.ready(channel)
+        channel = self._channel(new)
+        new.link.ready(channel)
         try:
-            old = self._table.install(link)
+            old = self._table.install(new.link)
         except LinkError as error:
-            link.end(str(error), lost=False)
+            new.link.end(str(error), lost=False)
             raise
-        self._bring_up(link, channel, new.leftover, old)
+        self._bring_up(new, channel, old)
 
-    def refuse_if_full(self, hello: Hello, source: str) -> None:
+    def _keep(self, link: Link, reason: str, deadline: Deadline) -> bool:
+        """Return True if the peer answers; otherwise end its link. Raises DeadlineExceeded once time is over."""
+        if _lives(link, deadline):
+            return True
+        deadline.check(f"link to {link.peer}", "link", link.peer.cluster_id)
+        if link.usable:
+            self.end(link, reason, "replaced", lost=True)
+        return False
+
+    async def admit(self, hello: messages.Hello, source: str, *, proven: bool) -> None:
+        """Wait until no other process with this cluster id is linked.
+
+        Raises AlreadyLinked if that answers within a second, or the peer reconnects while another incarnation is
+        linked. Raises LinkRefused above a limit, and (``LLM_LINK_BUSY``) if the linked one has the incarnation of a
+        peer without proof: of two first dials at once, one is enough.
+        """
         self._table.refuse_if_full(hello.cluster_id, source)
-
-    async def admit(self, hello: Hello, *, proven: bool) -> None:
-        """Refuse another process of a linked cluster id unless the linked one is gone; peers without proof too."""
-        await self._conflicts.give_way(Peer.of(hello), proven=proven, reconnects=hello.reconnects)
+        peer = Peer.of(hello)
+        old = self._table.conflict(peer, proven=proven)
+        if old is None:
+            return
+        if hello.reconnects and old.peer.incarnation != peer.incarnation:
+            raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer} since {peer} was lost")
+        ping = old.ping()
+        give_up = time.monotonic() + _ANSWER_MS / 1e3
+        # The end of a restarted peer's channel may not have been read.
+        while self._table.conflict(peer, proven=proven) is old and time.monotonic() < give_up:
+            if old.last_pong >= ping:
+                if old.peer.incarnation == peer.incarnation:
+                    text = f"{old.peer} is linked, and this dial cannot prove that it comes from the same process"
+                    raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+                raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer}; {peer} must have another cluster id")
+            await asyncio.sleep(0.01)
+        if self._table.conflict(peer, proven=proven) is old:
+            self.end(old, f"silent while {peer} took its place", "replaced", lost=True)
 
     def install(self, new: NewLink) -> None:
         """Make an accepted link usable, then send Linked. Owns ``new``, unless it raises."""
-        link, channel = self._make(new)
-        old = self._table.admit(link)
+        channel = self._channel(new)
+        old = self._table.admit(new.link)
         new.admitted()
         # Usable before Linked, which is the first message.
-        channel.send_first(Linked(link.origin.sequence, new.share))
-        link.ready(channel)
-        self._bring_up(link, channel, new.leftover, old)
+        channel.send_first(messages.Linked(new.link.origin.sequence, new.share))
+        new.link.ready(channel)
+        self._bring_up(new, channel, old)
 
-    def recognise(self, hello: Hello) -> int:
+    def recognise(self, hello: messages.Hello) -> int:
         """Let the peer's communicator use the present link; return its number here."""
         link = self._usable(hello.cluster_id)
         if link is None or link.peer.incarnation != hello.incarnation:
-            raise LinkRefused(
-                f"cluster {self.endpoint.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
+            text = f"cluster {self.endpoint.cluster_id} has no link to this process of cluster {hello.cluster_id} (yet)"
+            raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
         self.communicators.joined(hello)
         return link.origin.sequence
 
-    def _make(self, new: NewLink) -> tuple[Link, Channel]:
-        """Return a link that is not usable yet, and its channel."""
-        link = Link(new.peer, new.connection, new.choice, new.origin, new.renewal)
-        channel = Channel(
-            self._control,
-            new.sock,
-            partial(self.dispatch, link),
-            partial(self._on_channel_lost, link),
-            partial(self._answers, link),
-            new.tls,
-        )
-        return link, channel
+    def _channel(self, new: NewLink) -> Channel:
+        link = new.link
+        lost, answers = partial(self._on_channel_lost, link), partial(self._answers, link)
+        return Channel(self._control, new.sock, partial(self.dispatch, link), lost, answers, new.tls)
 
-    def _bring_up(self, link: Link, channel: Channel, leftover: bytes, old: Link | None) -> None:
+    def _bring_up(self, new: NewLink, channel: Channel, old: Link | None) -> None:
         """Start a link of the table; end the one that it replaces. Raises LinkRefused."""
+        link = new.link
         try:
             with _refusing(link.peer):
                 for each in link.connection.connections:
@@ -395,7 +357,7 @@ class LinkManager:
             self.end(link, str(error), lost=False)
             raise
         self._table.touch()
-        channel.begin(leftover)
+        channel.begin(new.leftover)
         self._reconnector.cancel(link.peer.cluster_id, hang_up=False)
         origin = link.origin
         # Two communicators may have dialled at once.
@@ -415,14 +377,14 @@ class LinkManager:
         logger.info("linked %s %s over %s: %s", who, link.peer, link.choice.name, link.choice.reason)
 
     @staticmethod
-    def _answers(link: Link, message: Message) -> bool:
+    def _answers(link: Link, message: messages.Message) -> bool:
         """Deliver an answer. In the reader's thread."""
         link.heard()
         return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
 
-    def dispatch(self, link: Link, message: Message) -> None:
+    def dispatch(self, link: Link, message: messages.Message) -> None:
         """Handle a message. On the control thread."""
-        if self._answers(link, message) or isinstance(message, _IGNORED):
+        if link.ended or self._answers(link, message) or isinstance(message, _IGNORED):
             return
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -433,7 +395,7 @@ class LinkManager:
         if steps.watch is not None:
             steps.watch("handled", self, message, link)
 
-    def _on_pong(self, link: Link, message: Pong) -> None:
+    def _on_pong(self, link: Link, message: messages.Pong) -> None:
         link.last_pong = max(link.last_pong, message.id)
         self._table.touch()
         greetings, link.origin.greetings = link.origin.greetings, []
@@ -446,34 +408,28 @@ class LinkManager:
         if refused and len(refused) == len(greetings):
             self.end(link, str(refused[-1]), lost=False)
 
-    def _on_authenticate(self, link: Link, message: Authenticate) -> None:
-        with self._authenticating(link) as renewal:
-            link.tell(renewal.answer(message))
-
-    def _on_authenticated(self, link: Link, message: Authenticated) -> None:
-        with self._authenticating(link) as renewal:
-            if (answer := renewal.take(message)) is not None:
-                link.tell(answer)
-            else:
-                logger.info("authenticated again: %s", link.peer)
-
-    @contextmanager
-    def _authenticating(self, link: Link) -> Iterator[Renewal]:
-        """Yield the renewal; end the link if its peer is rejected."""
-        if link.renewal is None:
+    def _on_renewal(self, link: Link, message: messages.Authenticate | messages.Authenticated) -> None:
+        """Continue a renewal; end the link if its peer is rejected."""
+        if (renewal := link.renewal) is None:
             raise ProtocolError("the peer authenticates itself again on a link without authentication")
         try:
-            yield link.renewal
+            answer = renewal.answer(message) if isinstance(message, messages.Authenticate) else renewal.take(message)
         except AuthFailed as error:
             self.end(link, f"not authenticated again: {error}", "unauthenticated", lost=True)
+            return
+        if answer is not None:
+            link.tell(answer)
+        else:
+            logger.info("authenticated again: %s", link.peer)
 
-    def _on_unlink_cancel(self, link: Link, _: UnlinkCancel) -> None:
+    def _on_unlink_cancel(self, link: Link, _: messages.UnlinkCancel) -> None:
         link.cancel_unlink(of_peer=True)
         self._table.touch()
 
     def _on_channel_lost(self, link: Link, reason: str) -> None:
         unlinked = link.unlink_acknowledged
         self.end(link, "the peer unlinked" if unlinked else reason, lost=not unlinked)
+        self._on_end(link)  # what a handler took for the peer while another thread ended the link
 
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
         """End the link to a cluster, also one that is being dialled again; without a link it succeeds.
@@ -509,12 +465,12 @@ class LinkManager:
             if not link.wait_idle(deadline) and not force:
                 raise deadline.error(what, "drain", cluster_id)
             if not force:
-                link.request(UnlinkRequest, deadline, what, "unlink")
+                link.request(messages.UnlinkRequest, deadline, what, "unlink")
         except BaseException as error:
             if isinstance(error, LLMException) and not isinstance(error, DeadlineExceeded):
                 logger.info("%s: %s", what, named(error))  # a broken link is unlinked too
                 return
-            link.tell(UnlinkCancel())
+            link.tell(messages.UnlinkCancel())
             link.cancel_unlink()
             self._table.touch()
             raise
@@ -548,6 +504,11 @@ def _refusing(peer: object, *, but: type[LLMException] | tuple[()] = ()) -> Iter
         raise
     except (OSError, RuntimeError, MemoryError) as error:
         raise LinkRefused(f"link to {peer}: {str(error) or type(error).__name__}") from error
+
+
+def _lives(link: Link, deadline: Deadline) -> bool:
+    """Return True if the peer answers in time, and the link is usable."""
+    return link.responds(deadline) and link.usable
 
 
 def _mark_requested(link: Link, since: int, address: tuple[str, int], *, mutual: bool) -> None:

@@ -30,24 +30,22 @@ CONTROL_PREAMBLE: Final = preamble(0)
 #: TLS follows (:mod:`.tls_session`).
 TLS_PREAMBLE: Final = preamble(2)
 PREAMBLE_BYTES: Final = len(CONTROL_PREAMBLE)
-
 #: Runs of one :class:`Verify`: 256 KiB, because messages wait in memory.
 MAX_VERIFY_RUNS: Final = 1 << 14
-
 #: Addresses of one :class:`Locate`: two for each layer of any model.
 MAX_LOCATE: Final = 1 << 12
-
 #: Of a communicator (interface §3.5): characters of its name, members.
 MAX_NAME: Final = 127
 MAX_MEMBERS: Final = 4
-
 #: Readers of one grant: the ranks of one engine.
 MAX_READERS: Final = 1024
 #: Bytes of a grant in :class:`Claimed`.
 MAX_GRANT: Final = FRAME_LIMIT - 64
-
 #: Characters sent of an error text; :data:`Text` has room for more.
 MAX_REASON: Final = 4000
+#: Bytes of one offer in a greeting, and number of offers.
+MAX_OFFER: Final = 1 << 13
+MAX_OFFERS: Final = 32
 
 #: msgpack has no integer above 2**64 - 1.
 U64 = Annotated[int, msgspec.Meta(ge=0)]
@@ -56,9 +54,6 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 #: Part of a TLS handshake, some KiB.
 Handshake = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
-#: Bytes of one offer in a greeting, and number of offers.
-MAX_OFFER: Final = 1 << 13
-MAX_OFFERS: Final = 32
 Offer = Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER)]
 #: Empty if missing.
 Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -68,6 +63,12 @@ U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
     """Base of every message. The default tag is the class name in lower case."""
+
+
+class Numbered(Message, frozen=True):
+    """A request, or its answer with the same number."""
+
+    id: Id
 
 
 class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
@@ -125,14 +126,11 @@ class Welcome(Greeting, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Listener -> dialer: no link, with status and reason in one line.
-
-    ``authentication``: the dialer's is missing or rejected.
-    """
+    """Listener -> dialer: no link, with status and reason in one line."""
 
     code: int
     text: Text
-    authentication: bool = False
+    authentication: bool = False  # the dialer's is missing or rejected
 
 
 class TransportChoice(Message, frozen=True):
@@ -153,13 +151,10 @@ class TransportChoice(Message, frozen=True):
 
 
 class Linked(Message, frozen=True):
-    """Listener -> dialer, last frame of the handshake: the link is usable here.
+    """Listener -> dialer, last frame of the handshake: the link is usable here."""
 
-    ``sequence`` is the listener's number of the link; ``share`` is half of a new secret, if the dialer sent one.
-    """
-
-    sequence: Id
-    share: Maybe32 = b""
+    sequence: Id  # the listener's number of the link
+    share: Maybe32 = b""  # half of a new secret, if the dialer sent one
 
 
 class Beat(Message, frozen=True):
@@ -168,16 +163,12 @@ class Beat(Message, frozen=True):
     count: Id
 
 
-class Ping(Message, frozen=True):
+class Ping(Numbered, frozen=True):
     """Either side: answered by :class:`Pong` at once."""
 
-    id: Id
 
-
-class Pong(Message, frozen=True):
+class Pong(Numbered, frozen=True):
     """Answer to :class:`Ping`."""
-
-    id: Id
 
 
 class Authenticate(Message, frozen=True):
@@ -192,30 +183,25 @@ class Authenticated(Message, frozen=True):
     data: Handshake
 
 
-class UnlinkRequest(Message, frozen=True):
+class UnlinkRequest(Numbered, frozen=True):
     """Either side: answered by :class:`UnlinkAck` once the receiver's own operations are done."""
 
-    id: Id
 
-
-class UnlinkAck(Message, frozen=True):
+class UnlinkAck(Numbered, frozen=True):
     """Answer to :class:`UnlinkRequest`: no operation runs here. The asking side closes or cancels."""
-
-    id: Id
 
 
 class UnlinkCancel(Message, frozen=True):
     """Either side: cancels the :class:`UnlinkRequest`; the link is kept (interface §3.4)."""
 
 
-class Resolve(Message, frozen=True):
+class Resolve(Numbered, frozen=True):
     """Initiator -> target: request for a cache's place. Answered by :class:`Resolved` or :class:`Failed`.
 
     ``key`` (namespace, id, model id), or ``cache_id`` and ``row``, name the cache. ``budget_ms`` is left of the
     caller's deadline, and bounds the pin. ``consumes``: a push, after which :class:`Consumed` follows.
     """
 
-    id: Id
     push: bool
     key: tuple[int, U64, U64] | None
     cache_id: int
@@ -231,7 +217,7 @@ class Guarded(msgspec.Struct, frozen=True, array_like=True):
     generation: U64
 
 
-class Resolved(Message, frozen=True):
+class Resolved(Numbered, frozen=True):
     """Target -> initiator: the cache's geometry, tensors, and guards.
 
     ``geometry`` is not decoded here. ``regions`` are uint32 and ``offsets`` uint64, little-endian, one for each tensor;
@@ -239,7 +225,6 @@ class Resolved(Message, frozen=True):
     and the answer may be cached while the guards hold.
     """
 
-    id: Id
     cache_id: int
     geometry: msgspec.Raw
     row: Id
@@ -249,10 +234,9 @@ class Resolved(Message, frozen=True):
     pin: Id
 
 
-class Failed(Message, frozen=True):
+class Failed(Numbered, frozen=True):
     """Target -> initiator: the request failed; the link stays."""
 
-    id: Id
     code: int
     text: Text
 
@@ -274,32 +258,27 @@ class Consumed(Message, frozen=True):
     count: Id
 
 
-class Locate(Message, frozen=True):
+class Locate(Numbered, frozen=True):
     """Initiator -> target: request for caches by address. Answered by :class:`Located` or :class:`Failed`.
 
     ``addresses`` are uint64, little-endian, of the target's process; ``nbytes`` bytes from each on must lie inside one
     tensor. Pushes over this link may write located caches, without remote cache access too.
     """
 
-    id: Id
     addresses: Annotated[bytes, msgspec.Meta(min_length=8, max_length=MAX_LOCATE * 8)]
     nbytes: Id
 
 
-class Located(Message, frozen=True):
-    """Target -> initiator: cache (uint64), tensor (uint32), offset (uint64) of each address, little-endian.
+class Located(Numbered, frozen=True):
+    """Target -> initiator: cache (uint64), tensor (uint32), offset (uint64) of each address, little-endian."""
 
-    ``allocated``: at least one cache is memory of the target's pools, not of its user.
-    """
-
-    id: Id
     cache_ids: bytes
     tensors: bytes
     offsets: bytes
-    allocated: bool
+    allocated: bool  # at least one cache is memory of the target's pools, not of its user
 
 
-class Verify(Message, frozen=True):
+class Verify(Numbered, frozen=True):
     """Initiator -> target: request for digests of memory. Answered by :class:`Verified` or :class:`Failed`.
 
     ``pin`` names the cache, or ``cache_id`` alone for a cached answer; ``guards`` are those of the answer.
@@ -308,7 +287,6 @@ class Verify(Message, frozen=True):
     run of one tensor, otherwise of each tensor. ``nonce`` keys the digests.
     """
 
-    id: Id
     cache_id: int
     pin: Id
     guards: Annotated[list[Guarded], msgspec.Meta(max_length=4)]
@@ -322,10 +300,9 @@ class Verify(Message, frozen=True):
     budget_ms: Id
 
 
-class Verified(Message, frozen=True):
+class Verified(Numbered, frozen=True):
     """Target -> initiator: 16 bytes for each tensor or run, in order."""
 
-    id: Id
     digests: bytes
 
 
@@ -333,21 +310,19 @@ class SocketsDropped(Message, frozen=True, tag="laneslost"):
     """Either side: sockets beside this channel are silent, or carry a given-up write: drop them."""
 
 
-class TransportAsk(Message, frozen=True, tag="nixlask"):
+class TransportAsk(Numbered, frozen=True, tag="nixlask"):
     """Either side: request of the transport, not decoded here. Answered by TransportSaid, or not."""
 
-    id: Id
     data: bytes
 
 
-class TransportSaid(Message, frozen=True, tag="nixlsaid"):
+class TransportSaid(Numbered, frozen=True, tag="nixlsaid"):
     """Answer to :class:`TransportAsk`."""
 
-    id: Id
     data: bytes
 
 
-class Claim(Message, frozen=True):
+class Claim(Numbered, frozen=True):
     """Reader -> owner: request for a grant. Answered by :class:`Claimed`, :class:`ClaimOver` or :class:`Failed`.
 
     The owner answers once the grant exists, within ``budget_ms``; with 0 at once, with LLM_TIMEOUT if there is none.
@@ -355,26 +330,20 @@ class Claim(Message, frozen=True):
     ended; :class:`Failed` means no.
     """
 
-    id: Id
     token: Identity16
     readers: Annotated[int, msgspec.Meta(ge=0, le=MAX_READERS)]
     budget_ms: Id
 
 
-class Claimed(Message, frozen=True):
-    """Owner -> reader: the grant, until this link ends or :class:`ClaimEnded` comes.
+class Claimed(Numbered, frozen=True):
+    """Owner -> reader: the grant, until this link ends or :class:`ClaimEnded` comes."""
 
-    ``grant`` is of :meth:`Grant.to_bytes`.
-    """
-
-    id: Id
-    grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT)]
+    grant: Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT)]  # of Grant.to_bytes
 
 
-class ClaimOver(Message, frozen=True):
+class ClaimOver(Numbered, frozen=True):
     """Owner -> reader: the grant has ended, ``ms`` milliseconds ago."""
 
-    id: Id
     why: Text
     ms: Id
 
@@ -434,24 +403,14 @@ def failed(number: int, error: LLMException) -> Failed:
     return Failed(number, int(error.status_code), str(error)[:MAX_REASON])
 
 
-def refused(error: LLMException) -> Refused:
-    return Refused(int(error.status_code), str(error)[:MAX_REASON])
-
-
 def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:
-    status = _status(message, LLMStatusCode.LLM_FAILED)
+    status = code_2_status(message.code) or LLMStatusCode.LLM_FAILED  # not success (interface R29)
     return RemoteFailure(" ".join(message.text.splitlines()), status_code=status, peer=peer, phase=phase)
 
 
 def remote_refusal(message: Refused, what: str) -> LinkRefused | AuthFailed:
     """Return the error that a listener reported; ``what`` was asked for."""
-    status = _status(message, LLMStatusCode.LLM_LINK_FAILED)
+    text = f"{what}: refused: {' '.join(message.text.split())}"
     if message.authentication:
-        return AuthFailed(f"{what}: refused: {' '.join(message.text.split())}")
-    return LinkRefused(f"{what}: refused: {' '.join(message.text.split())}", status_code=status)
-
-
-def _status(message: Failed | Refused, failure: LLMStatusCode) -> LLMStatusCode:
-    """Return the peer's status; ``failure`` instead of success (interface R29)."""
-    status = code_2_status(message.code)
-    return failure if status is LLMStatusCode.LLM_SUCCESS else status
+        return AuthFailed(text)
+    return LinkRefused(text, status_code=code_2_status(message.code) or LLMStatusCode.LLM_LINK_FAILED)

@@ -34,8 +34,7 @@ class RankTable:
     def parse(cls, text: str) -> RankTable:
         """Parse JSON text. Raises ParamError, which names the field.
 
-        The address of a rank is its server's ``host_ip``, else its ``server_id`` if that is an IP address, else its
-        ``device_ip``.
+        A rank's address is its server's ``host_ip``, else its ``server_id`` if an IP address, else its ``device_ip``.
         """
         try:
             table = json.loads(text)
@@ -53,10 +52,8 @@ class RankTable:
 
     def address(self, rank: int, cluster_id: int) -> str:
         """Return the address of that rank. Raises ParamError if the table has none."""
-        check_rule(
-            rank in self.addresses,
-            f"rank_table.server_list: no device has rank_id {rank}, the rank of cluster {cluster_id}",
-        )
+        text = f"rank_table.server_list: no device has rank_id {rank}, the rank of cluster {cluster_id}"
+        check_rule(rank in self.addresses, text)
         address = self.addresses[rank]
         if address is None:
             raise ParamError(
@@ -71,7 +68,12 @@ def ports(name: str, listener: int) -> list[int]:
 
     Raises ParamError if ``LLM_DATADIST_LINK_PORTS`` is not a range of ports.
     """
-    low, high = _port_range(os.environ.get(PORTS_VARIABLE, ""))
+    low, high = _DEFAULT_PORTS
+    if (text := os.environ.get(PORTS_VARIABLE, "")).strip():
+        least, dash, most = (part.strip() for part in text.partition("-"))
+        good = dash and is_digits(least) and is_digits(most) and 0 < int(least) <= int(most) <= 65535
+        check_rule(good, f"{PORTS_VARIABLE}={text!r}: a range of ports such as 27000-31999 is needed")
+        low, high = int(least), int(most)
     count = high - low + 1
     seed = f"{listener}:{name}".encode("utf-8", "surrogatepass")
     first = int.from_bytes(hashlib.sha256(seed).digest()[:8], "big")
@@ -80,15 +82,6 @@ def ports(name: str, listener: int) -> list[int]:
     while math.gcd(stride, count) != 1:
         stride = 1 + stride % count
     return [low + (first + i * stride) % count for i in range(min(_CANDIDATES, count))]
-
-
-def _port_range(text: str) -> tuple[int, int]:
-    if not text.strip():
-        return _DEFAULT_PORTS
-    low, dash, high = (part.strip() for part in text.partition("-"))
-    good = dash and is_digits(low) and is_digits(high) and 0 < int(low) <= int(high) <= 65535
-    check_rule(good, f"{PORTS_VARIABLE}={text!r}: a range of ports such as 27000-31999 is needed")
-    return int(low), int(high)
 
 
 def _entries(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,13 +100,11 @@ def _rank(where: str, value: object) -> int:
 
 
 def _address(where: str, server: dict[str, Any], at: str, device: dict[str, Any]) -> str | None:
-    given = ((f"{where}.host_ip", server.get("host_ip")), (f"{at}.device_ip", device.get("device_ip")))
-    for name, value in given:
-        check_rule(
-            value in (None, "") or is_ip(value), f"{name}: {_kind(value)}, an IP address such as 10.0.0.1 is needed"
-        )
-    candidates = (server.get("host_ip"), server.get("server_id"), device.get("device_ip"))
-    return next((value for value in candidates if is_ip(value)), None)
+    host, own = server.get("host_ip"), device.get("device_ip")
+    for name, value in ((f"{where}.host_ip", host), (f"{at}.device_ip", own)):
+        good = value in (None, "") or is_ip(value)
+        check_rule(good, f"{name}: {_kind(value)}, an IP address such as 10.0.0.1 is needed")
+    return next((value for value in (host, server.get("server_id"), own) if is_ip(value)), None)
 
 
 def _kind(value: object) -> str:

@@ -10,6 +10,7 @@ import hmac
 import time
 from typing import TYPE_CHECKING
 
+from llm_datadist._links.identity import DIALER, LISTENER
 from llm_datadist._links.messages import Authenticate, Authenticated
 from llm_datadist.errors import AuthFailed
 
@@ -18,17 +19,12 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.tls_session import TlsSession
 
-_DIALER, _LISTENER = b"initiator", b"target"  # roles in the link, on the wire
-
 
 class Renewal:
-    """Authentications of an encrypted link. Threads: control.
+    """Authentications of an encrypted link, whose two sides alone know the ``secret``. Threads: control.
 
-    Args:
-        session: Returns a new session by the present credentials; ``server_side`` at the asked side.
-        check: Raises AuthFailed unless the peer of a session may be the cluster of this link.
-        secret: Known only to the two sides of this link.
-        dialled: True at the dialer of the link.
+    ``session`` returns a new session by the present credentials; ``server_side`` at the asked side. ``check`` raises
+    AuthFailed unless the peer of a session may be the cluster of this link.
     """
 
     def __init__(
@@ -37,11 +33,10 @@ class Renewal:
         self._session = session
         self._check = check
         self._secret = secret
-        self._names = (_DIALER, _LISTENER) if dialled else (_LISTENER, _DIALER)
+        self._names = (DIALER, LISTENER) if dialled else (LISTENER, DIALER)
         self.at = time.time()  # for people; for the heartbeat:
         self.last = time.monotonic()
-        #: Start of this side's handshake, until it ends.
-        self.asked: float | None = None
+        self.asked: float | None = None  # start of this side's handshake, until it ends
         self._asking: TlsSession | None = None
         self._asked: TlsSession | None = None
 

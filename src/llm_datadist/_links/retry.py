@@ -31,9 +31,7 @@ _CALM_SECONDS: Final = 10.0
 #: Limit of one attempt.
 _ATTEMPT_MS: Final = 3000
 #: No attempt can succeed: the peer has refused, or is another process.
-_FINAL: Final = frozenset(
-    {LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_PARAM_INVALID}
-)
+_FINAL: Final = (LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_PARAM_INVALID)
 _FIRST_MEMBER_SECONDS: Final = 0.02
 _LONGEST_MEMBER_SECONDS: Final = 0.5
 _MEMBER_GROWTH: Final = 1.5
@@ -132,36 +130,28 @@ class RetryQueue(Generic[A]):
         self._running += 1
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
-    def all(self) -> list[A]:
-        """Return the attempts, those in progress first."""
-        with self._changed:
-            return [*self._current, *self._waiting]
-
     def cancel(self, owner: object, *, hang_up: bool = True) -> None:
         """Drop an owner's attempts; those in progress only with ``hang_up``."""
+        self._drop(lambda each: each.owner == owner, hang_up=hang_up)
+
+    def discard(self, attempt: A) -> None:
+        """Drop one attempt if it waits."""
+        self._drop(lambda each: each is attempt, hang_up=False)
+
+    def _drop(self, unwanted: Callable[[A], bool], *, hang_up: bool) -> None:
         with self._changed:
-            dropped = [each for each in self._waiting if each.owner == owner]
-            current = [each for each in self._current if each.owner == owner and hang_up]
+            dropped = [each for each in self._waiting if unwanted(each)]
+            current = [each for each in self._current if hang_up and unwanted(each)]
             for attempt in current:
                 attempt.cancelled = True
             if dropped:
-                self._waiting = [each for each in self._waiting if each.owner != owner]
+                self._waiting = [each for each in self._waiting if not unwanted(each)]
                 heapq.heapify(self._waiting)
                 self._changed.notify_all()
         for attempt in dropped:
             attempt.close()
         for attempt in current:
             attempt.hang_up()
-
-    def discard(self, attempt: A) -> None:
-        """Drop one attempt if it waits."""
-        with self._changed:
-            if attempt not in self._waiting:
-                return
-            self._waiting.remove(attempt)
-            heapq.heapify(self._waiting)
-            self._changed.notify_all()
-        attempt.close()
 
     def wait(self, owner: object, deadline: Deadline) -> None:
         deadline.wait_for(self._changed, lambda: all(each.owner != owner for each in self._current))
@@ -170,13 +160,8 @@ class RetryQueue(Generic[A]):
         """Drop all attempts and join the threads."""
         with self._changed:
             self._stopped = True
-            dropped, self._waiting = self._waiting, []
-            current, threads = list(self._current), list(self._threads)
-            self._changed.notify_all()
-        for attempt in dropped:
-            attempt.close()
-        for attempt in current:
-            attempt.hang_up()
+            threads = list(self._threads)
+        self._drop(lambda _: True, hang_up=True)
         for thread in threads:
             if thread is not threading.current_thread():  # a finalizer may call this
                 thread.join()
@@ -236,8 +221,7 @@ class RetryQueue(Generic[A]):
 class Reconnect(Attempt):
     """A lost link that this side dialled. Operations do not wait for it.
 
-    Only the same incarnation may answer: another one has none of the caches. Linking to it is the user's decision
-    (interface R22).
+    Only the same incarnation may answer: another has none of the caches; the user may link to it (interface R22).
 
     Owns: a watch on the end of the peer's process, if the transport has one.
     """
@@ -284,8 +268,7 @@ class Reconnector(RetryQueue[Reconnect]):
         self._dial_once = dial
         self._linked = linked
         self.succeeded = 0
-        #: Delay and time of the last success, by cluster id.
-        self._made: dict[int, tuple[float, float]] = {}
+        self._made: dict[int, tuple[float, float]] = {}  # delay and time of the last success, by cluster id
 
     def begin(self, link: Link) -> Reconnect | None:
         """Begin to dial a link that is being lost; None if it cannot come back."""
@@ -314,6 +297,9 @@ class Reconnector(RetryQueue[Reconnect]):
         self.wait(cluster_id, deadline)
 
     def statistics(self) -> tuple[RedialStatistics, ...]:
+        """Return those in progress first."""
+        with self._changed:
+            attempts = [*self._current, *self._waiting]
         return tuple(
             RedialStatistics(
                 remote_cluster_id=each.peer.cluster_id,
@@ -321,7 +307,7 @@ class Reconnector(RetryQueue[Reconnect]):
                 attempts=each.attempts,
                 reason=each.reason,
             )
-            for each in self.all()
+            for each in attempts
             if not self._linked(each.peer.cluster_id)  # its attempt has succeeded
         )
 

@@ -34,17 +34,15 @@ class LinkTable:
         self._max_links = max_links
         self._changed = threading.Condition(threading.Lock())
         self._links: dict[int, Link] = {}
-        #: Accepted sides of links to itself; the dialled ones are in ``_links``.
-        self._loopback: set[Link] = set()
+        self._loopback: set[Link] = set()  # accepted sides of links to itself; the dialled ones are in ``_links``
         self._dialling: set[bytes] = set()
-        #: Unlinked clusters, oldest first: they may not reconnect.
-        self._unlinked: dict[int, None] = {}
-        #: Last end or failure, its time and reason.
-        self._past: dict[int, tuple[str, float, LLMException | str]] = {}
-        self._sequence = 0
+        self._unlinked: dict[int, None] = {}  # clusters, oldest first: they may not reconnect
+        self._past: dict[int, tuple[str, float, LLMException | str]] = {}  # last end or failure, its time and reason
+        self.sequence = 0  # number of the newest dial or accepted link
         self._closed = False
 
     def get(self, cluster_id: int) -> Link | None:
+        """Return the link to a cluster in any state. Takes no lock."""
         return self._links.get(cluster_id)
 
     def all(self) -> list[Link]:
@@ -58,9 +56,6 @@ class LinkTable:
     def dials(self) -> list[str]:
         with self._changed:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
-
-    def now(self) -> int:
-        return self._sequence
 
     def close(self) -> list[Link]:
         with self._changed:
@@ -85,10 +80,8 @@ class LinkTable:
                 committed = self._next()
             elif old is not None and old.usable:
                 if old.peer.incarnation != peer.incarnation:
-                    raise AlreadyLinked(
-                        f"cluster {peer.cluster_id} is linked to {old.peer}; {peer} must have another cluster id",
-                        peer=peer.cluster_id,
-                    )
+                    text = f"cluster {peer.cluster_id} is linked to {old.peer}; {peer} must have another cluster id"
+                    raise AlreadyLinked(text, peer=peer.cluster_id)
                 committed = old
             return committed is not None
 
@@ -131,10 +124,8 @@ class LinkTable:
         if cluster_id in self._links:
             return
         sources = [each.origin.source for each in self.snapshot() if not each.origin.dialled]
-        for number, most, where in (
-            (len(sources), self._max_links, "all"),
-            (sources.count(source), max(1, self._max_links // 2), source),
-        ):
+        half = max(1, self._max_links // 2)
+        for number, most, where in ((len(sources), self._max_links, "all"), (sources.count(source), half, source)):
             if number >= most:
                 raise LinkRefused(f"there are {number} links from {where} already (llm.MaxLinks={self._max_links})")
 
@@ -156,16 +147,12 @@ class LinkTable:
             old = self._links.get(peer.cluster_id)
             self._refuse_conflict(peer)
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
-                raise LinkRefused(
-                    f"cluster {peer.cluster_id} was unlinked here; link_clusters of either side links it again",
-                    status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-                )
+                text = f"cluster {peer.cluster_id} was unlinked here; link_clusters of either side links it again"
+                raise LinkRefused(text, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
             dials_here = peer.incarnation in self._dialling and self._mine < peer.incarnation
             if dials_here or (old is not None and link.origin.peer_sequence < old.origin.peer_sequence):
-                raise LinkRefused(
-                    "both sides dialled at once; the call of the other side goes on",
-                    status_code=LLMStatusCode.LLM_LINK_BUSY,
-                )
+                text = "both sides dialled at once; the call of the other side goes on"
+                raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             self._links[peer.cluster_id] = link
             self._unlinked.pop(peer.cluster_id, None)
             return old
@@ -201,8 +188,8 @@ class LinkTable:
         return deadline.wait_for(self._changed, condition)
 
     def _next(self) -> int:
-        self._sequence += 1
-        return self._sequence
+        self.sequence += 1
+        return self.sequence
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -29,13 +29,9 @@ class Context(ssl.SSLContext):
 
 
 class TlsSession:
-    """One side of a TLS session.
+    """One side of a TLS session; ``context`` has the certificate to show and the trusted issuers.
 
     Threads: any; a lock makes each call one step. Results of :meth:`encrypt` must be sent in the order of the calls.
-
-    Args:
-        context: Certificate to show, and trusted issuers.
-        server_side: True at the listener.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server_side: bool) -> None:
@@ -49,8 +45,7 @@ class TlsSession:
     def shake(self, received: bytes = b"") -> bytes:
         """Continue the handshake; return the bytes to send, even once :attr:`authenticated` is set.
 
-        Raises:
-            AuthFailed: The peer is rejected, speaks no TLS 1.3, or sent more than 4 KiB. Send :meth:`alert`.
+        Raises AuthFailed if the peer is rejected, speaks no TLS 1.3, or sent more than 4 KiB. Send :meth:`alert` then.
         """
         with self._lock:
             self._taken += len(received)
@@ -72,11 +67,7 @@ class TlsSession:
             return self.outgoing.read()
 
     def encrypt(self, data: bytes) -> bytes:
-        """Return the bytes that carry ``data``.
-
-        Raises:
-            AuthFailed: :meth:`decrypt` has failed, perhaps in another thread.
-        """
+        """Return the bytes that carry ``data``. Raises AuthFailed once :meth:`decrypt` has failed, in any thread."""
         with self._lock:
             try:
                 self._tls.write(data)
@@ -87,9 +78,8 @@ class TlsSession:
     def decrypt(self, received: bytes) -> bytes:
         """Return the data that the received bytes carry, perhaps none yet.
 
-        Raises:
-            AuthFailed: Bytes were changed, repeated or left out; or the peer rejects this side, ends the session
-                before the connection, or asks for new keys without end.
+        Raises AuthFailed if bytes were changed, repeated or left out; or the peer rejects this side, ends the session
+        before the connection, or asks for new keys without end.
         """
         with self._lock:
             self.incoming.write(received)

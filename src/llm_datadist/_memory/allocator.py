@@ -13,15 +13,8 @@ class PageAllocator:
     Threads: under the pool's lock.
     """
 
-    __slots__ = ("_by_size", "_hole_at", "_hole_before", "_live", "_page_shift", "capacity", "page_bytes", "used_bytes")
-
     def __init__(self, capacity: int, page_shift: int) -> None:
-        if page_shift < 0:
-            raise ValueError(f"page_shift is {page_shift}: must not be negative")
         self.capacity = capacity >> page_shift << page_shift
-        if self.capacity <= 0:
-            raise ValueError(f"capacity is {capacity} bytes: must hold at least one page of {1 << page_shift} bytes")
-        self._page_shift = page_shift
         self.page_bytes = 1 << page_shift
         self.used_bytes = 0
         self._live: dict[int, int] = {}  # offset -> bytes
@@ -44,12 +37,10 @@ class PageAllocator:
 
     def rounded(self, nbytes: int) -> int:
         """Return ``nbytes``, rounded up to whole pages."""
-        return -(-nbytes >> self._page_shift) << self._page_shift
+        return -(-nbytes // self.page_bytes) * self.page_bytes
 
     def allocate(self, nbytes: int) -> int | None:
         """Take whole pages from the smallest, then lowest, hole that fits; return the offset, or None if none fits."""
-        if nbytes <= 0:
-            raise ValueError(f"nbytes is {nbytes}: must be positive")
         need = self.rounded(nbytes)
         position = bisect_left(self._by_size, (need, 0))
         if position == len(self._by_size):
@@ -80,16 +71,6 @@ class PageAllocator:
         self._add_hole(start, end - start)
 
     def check_integrity(self) -> None:
-        self._check_tiling()
-        holes = sorted((size, offset) for offset, size in self._hole_at.items())
-        require_intact(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
-        ends = {offset + size: offset for offset, size in self._hole_at.items()}
-        require_intact(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
-        require_intact(
-            self.used_bytes == sum(self._live.values()), f"used {self.used_bytes} is not the sum of the live ranges"
-        )
-
-    def _check_tiling(self) -> None:
         ranges = sorted(
             [(o, n, "live") for o, n in self._live.items()] + [(o, n, "hole") for o, n in self._hole_at.items()]
         )
@@ -100,6 +81,12 @@ class PageAllocator:
             require_intact((before, kind) != ("hole", "hole"), f"holes meet unmerged at {offset}")
             at, before = offset + size, kind
         require_intact(at == self.capacity, f"ranges end at {at}, the capacity is {self.capacity}")
+        holes = sorted((size, offset) for offset, size in self._hole_at.items())
+        require_intact(holes == self._by_size, f"holes by size {self._by_size} are not the holes {holes}")
+        ends = {offset + size: offset for offset, size in self._hole_at.items()}
+        require_intact(ends == self._hole_before, f"hole ends {self._hole_before} are not {ends}")
+        used = sum(self._live.values())
+        require_intact(self.used_bytes == used, f"used {self.used_bytes} is not the sum of the live ranges")
 
     def _add_hole(self, offset: int, size: int) -> None:
         insort(self._by_size, (size, offset))

@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from llm_datadist._memory.guards import GuardTable
     from llm_datadist._memory.segment import Segment
 
-PRIVATE: Final = 0
-"""Region id of non-pool memory; its "offset" is an absolute address in the owner."""
-
-ADDRESS_SPACE: Final = (1 << 63) - 1
-"""Bound of a tensor's end, so that offset arithmetic cannot wrap."""
+NON_POOL: Final = 0  # region id of non-pool memory; its "offset" is an absolute address in the owner
+ADDRESS_SPACE: Final = (1 << 63) - 1  # bound of a tensor's end, so that offset arithmetic cannot wrap
 
 
 class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,24 +30,15 @@ class RegionDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """Offer of an instance, which owns segments and guards, to its peers or to one of them.
+    """Offer of an instance, which owns segments and guards, to its peers or to one of them."""
 
-    Attributes:
-        incarnation: Random id of one ``init``.
-        regions: Exported segments by region id, from 1; peers address them by offset.
-        writable: True if peers may map regions for writing (RCA).
-        private: True if peers may learn the addresses by which cma verifies this process.
-        users: Further user ids of this host whose processes may map the regions.
-        writers: Pages of write intents; without RCA too, for located caches.
-    """
-
-    incarnation: bytes
-    regions: Mapping[int, Segment]
+    incarnation: bytes  # random id of one ``init``
+    regions: Mapping[int, Segment]  # by region id, from 1; peers address them by offset
     guards: GuardTable
-    writable: bool
-    writers: WriteIntents = field(default_factory=WriteIntents)
-    private: bool = True
-    users: frozenset[int] = frozenset()
+    writable: bool  # True if peers may map regions for writing (RCA)
+    writers: WriteIntents = field(default_factory=WriteIntents)  # without RCA too, for located caches
+    private: bool = True  # True if peers may learn the addresses by which cma verifies this process
+    users: frozenset[int] = frozenset()  # further ones of this host whose processes may map the regions
 
     def descriptors(self) -> list[RegionDescriptor]:
         return [

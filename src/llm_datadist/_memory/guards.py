@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import HERE, require_intact, require_process
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist._native import Canary, advance_generation, load_generation
-from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
+from llm_datadist.errors import OutOfMemory, ProtocolError, StateError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 SLOT_BYTES: Final = 64  # a cache line: no false sharing
 COOKIE_BYTES: Final = 16
-_DEFAULT_SLOTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,7 @@ class GuardTable:
     Errors: StateError once closed, and for changes in a forked child; ValueError for a slot that is not allocated.
     """
 
-    def __init__(self, slots: int = _DEFAULT_SLOTS) -> None:
-        if slots < 2:
-            raise ParamError(f"guard table: slots is {slots}, must be at least 2 (a header and one guard)")
+    def __init__(self, slots: int = 1 << 20) -> None:
         self.cookie = secrets.token_bytes(COOKIE_BYTES)
         self.canaries = Canary(), Canary()
         self.segment = SharedSegment.create("guards", slots * SLOT_BYTES, peers_may_write=False)

@@ -19,8 +19,11 @@ def host_memory_limit(proc: Path = _PROC) -> tuple[int, str]:
 
     OSError if ``proc``, the mount point of procfs, does not tell the memory.
     """
-    limits = [(_host_bytes(proc), "host memory")]
-    limits += [(nbytes, f"cgroup limit {path}") for path, nbytes in _cgroup_limits(proc)]
+    figures = _figures(proc)
+    if "MemTotal" not in figures:
+        raise OSError(f"{proc / 'meminfo'} has no MemTotal line")
+    limits = [(figures["MemTotal"], "host memory")]
+    limits += [(nbytes, f"cgroup limit {path}") for path, nbytes in cgroup_limits(proc)]
     return min(limits, key=lambda limit: limit[0])
 
 
@@ -34,7 +37,7 @@ def available_memory(proc: Path = _PROC) -> tuple[int, str]:
     bounds = [(figures.get("MemAvailable", 0) + figures.get("SwapFree", 0), "MemAvailable")]
     if _read(proc / "sys/vm/overcommit_memory").strip() == "2":
         bounds.append((figures.get("CommitLimit", 0) - figures.get("Committed_AS", 0), "CommitLimit"))
-    for path, limit in _cgroup_limits(proc):
+    for path, limit in cgroup_limits(proc):
         used = _read(path.parent / _USED_FILES[path.name]).strip()
         cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(path.parent / "memory.stat"), re.MULTILINE)
         reclaimable = int(cache[1]) if cache else 0
@@ -43,19 +46,12 @@ def available_memory(proc: Path = _PROC) -> tuple[int, str]:
     return max(0, free), source
 
 
-def _host_bytes(proc: Path) -> int:
-    try:
-        return _figures(proc)["MemTotal"]
-    except KeyError:
-        raise OSError(f"{proc / 'meminfo'} has no MemTotal line") from None
-
-
 def _figures(proc: Path) -> dict[str, int]:
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
     return {name: int(kilobytes) * 1024 for name, kilobytes in lines}
 
 
-def _cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
+def cgroup_limits(proc: Path) -> Iterator[tuple[Path, int]]:
     """Yield limit files with their numbers."""
     groups = _own_groups(proc)
     for kind, root, mountpoint in _memory_mounts(proc):

@@ -40,10 +40,8 @@ def check_size(name: str, nbytes: int) -> None:
 def populate(name: str, fd: int, address: int, nbytes: int) -> None:
     """Fill the empty memfd ``fd``, mapped at ``address``, with huge pages of zeros.
 
-    Raises:
-        OutOfMemory: Too little memory is free in pieces of that size.
-        ParamError: This host gives no huge pages to shared memory.
-        LLMException: The kernel failed otherwise.
+    OutOfMemory: too little memory is free in pieces of that size. ParamError: this host gives no huge pages to shared
+    memory. LLMException: the kernel failed otherwise.
     """
     page = _page_bytes()
     for start in range(0, nbytes, _AT_ONCE * page):

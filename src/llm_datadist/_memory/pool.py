@@ -13,18 +13,19 @@ from llm_datadist._log import logger
 from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import Segment, SharedSegment
-from llm_datadist.errors import OutOfMemory, ParamError, StateError
+from llm_datadist.errors import OutOfMemory, StateError
 from llm_datadist.metrics import PoolStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._memory.device import Device
+    from llm_datadist._option_kinds import PoolOptions
 
-_MAX_PAGE_SHIFT: Final = 62  # a page must fit in a signed 64-bit size
-_DIRECT_PAGE_SHIFT: Final = 12
-_DIRECT_PAGE: Final = 1 << _DIRECT_PAGE_SHIFT
+_DIRECT_PAGE: Final = 4096
 
 #: Memory in use when its :class:`DirectMemory` was closed. It stays mapped: unmapping it under a reader would crash the
 #: process.
@@ -32,60 +33,51 @@ kept_mapped: list[NDArray[np.uint8]] = []
 
 
 class Allocation:
-    """Equal tensors in a pool, allocated and freed together.
+    """Equal tensors in a pool, allocated and freed together. Its addresses are valid until then, or the pool's end."""
 
-    Its addresses are valid until :meth:`free`, or until the pool is closed.
-    """
+    __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool", "segment")
 
-    __slots__ = ("addresses", "detained", "freed", "nbytes", "offsets", "pool")
-
-    def __init__(self, pool: MemoryPool, offsets: tuple[int, ...], base: int, nbytes: int) -> None:
+    def __init__(self, pool: MemoryPool | DirectMemory, segment: Segment, offsets: Sequence[int], nbytes: int) -> None:
+        base = segment.address
         self.pool = pool
-        self.offsets = offsets  # in the pool's segment
+        self.segment = segment
+        self.offsets = offsets
         self.addresses = tuple([base + offset for offset in offsets])
         self.nbytes = nbytes  # requested, per tensor
         self.freed = False
         self.detained = 0  # bytes in quarantine, in whole pages
 
-    def detain(self) -> None:
-        """Count as quarantined until :meth:`free`."""
-        self.pool.detain(self)
-
     def free(self) -> None:
         """Give all tensors back to the pool, even a closed one. Idempotent."""
         self.pool.free(self)
-
-    def __repr__(self) -> str:
-        state = "freed" if self.freed else "live"
-        return f"<Allocation {len(self.offsets)} x {self.nbytes} bytes in pool {self.pool.name}: {state}>"
 
 
 class MemoryPool:
     """Allocator over a segment, which it owns. Only arithmetic happens under its lock."""
 
     def __init__(self, name: str, segment: Segment, page_shift: int) -> None:
-        _check_page(name, segment.nbytes, page_shift)
         self.name = name
         self.segment = segment
-        self._base = segment.address
-        self._lock = threading.Lock()  # protects the four below and the state of allocations
+        self._lock = threading.Lock()  # protects the three below and the state of allocations
         self._allocator = PageAllocator(segment.nbytes, page_shift)
         self._peak_used = 0
         self._quarantined = 0
-        self.closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
         """Take ``count`` tensors of ``nbytes`` bytes each; raise OutOfMemory, and take none, if they do not fit."""
-        if count <= 0 or nbytes <= 0:
-            raise ParamError(f"pool {self.name}: count {count} and nbytes {nbytes} must both be positive")
+        offsets: list[int] = []
         with self._lock:
-            if self.closed:
+            if self.segment.closed:
                 raise StateError(f"pool {self.name} is closed: nothing can be allocated")
-            offsets = self._take(count, nbytes)
-            if offsets is None:
-                raise self._shortage(count, nbytes)
+            for _ in range(count):
+                offset = self._allocator.allocate(nbytes)
+                if offset is None:
+                    for each in offsets:
+                        self._allocator.free(each)
+                    raise self._shortage(count, nbytes)
+                offsets.append(offset)
             self._peak_used = max(self._peak_used, self._allocator.used_bytes)
-        return Allocation(self, offsets, self._base, nbytes)
+        return Allocation(self, self.segment, tuple(offsets), nbytes)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
@@ -110,22 +102,8 @@ class MemoryPool:
             require_intact(self._peak_used >= used, f"peak {self._peak_used} is below the used {used} bytes")
 
     def close(self) -> None:
-        """Refuse allocations and close the segment. Idempotent."""
-        with self._lock:
-            self.closed = True
+        """Close the segment; allocations are refused from then on. Idempotent."""
         self.segment.close()
-
-    def _take(self, count: int, nbytes: int) -> tuple[int, ...] | None:
-        """Take all tensors, or none. Under the lock."""
-        taken: list[int] = []
-        for _ in range(count):
-            offset = self._allocator.allocate(nbytes)
-            if offset is None:
-                for each in taken:
-                    self._allocator.free(each)
-                return None
-            taken.append(offset)
-        return tuple(taken)
 
     def free(self, allocation: Allocation) -> None:
         with self._lock:
@@ -138,6 +116,7 @@ class MemoryPool:
                 self._allocator.free(offset)
 
     def detain(self, allocation: Allocation) -> None:
+        """Count the allocation as quarantined until it is freed."""
         with self._lock:
             if not allocation.freed and not allocation.detained:
                 allocation.detained = len(allocation.offsets) * self._allocator.rounded(allocation.nbytes)
@@ -158,67 +137,41 @@ class MemoryPool:
         )
 
 
-def create_pool(
-    name: str,
-    device: Device,
-    nbytes: int,
-    page_shift: int,
-    *,
-    peers_may_write: bool,
-    prefault: bool,
-    huge_pages: bool = False,
-) -> MemoryPool:
-    """Create a pool; OutOfMemory if this process cannot have ``nbytes`` bytes (interface R11)."""
-    _check_page(name, nbytes, page_shift)
+def create_pool(name: str, device: Device, sizes: PoolOptions, *, peers_may_write: bool, prefault: bool) -> MemoryPool:
+    """Create a pool; OutOfMemory if this process cannot have that many bytes (interface R11)."""
+    nbytes, huge_pages = sizes.memory_size, sizes.huge_pages
     most, source = host_memory_limit()
     free, bound = available_memory()
     if nbytes > min(most, free):
         why = f"of which {free} can be had now ({bound}); pages that cannot be had would end this process when used"
         if nbytes > most:
             free, why = most, f"larger than the {most} bytes of {source}"
-        raise OutOfMemory(
-            f"pool {name}: memory_size is {nbytes} bytes, {why}",
-            pool=name,
-            requested=nbytes,
-            free=free,
-            largest_hole=free,
-        )
+        text = f"pool {name}: memory_size is {nbytes} bytes, {why}"
+        raise OutOfMemory(text, pool=name, requested=nbytes, free=free, largest_hole=free)
     segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages)
-    return MemoryPool(name, segment, page_shift)
-
-
-def _check_page(name: str, nbytes: int, page_shift: int) -> None:
-    if not 0 <= page_shift <= _MAX_PAGE_SHIFT:
-        raise ParamError(f"pool {name}: page_shift is {page_shift}, must be in [0, {_MAX_PAGE_SHIFT}]")
-    if nbytes < 1 << page_shift:
-        raise ParamError(f"pool {name}: memory_size is {nbytes} bytes, must hold a page of {1 << page_shift} bytes")
+    return MemoryPool(name, segment, sizes.page_shift)
 
 
 class DirectMemory:
-    """Substitute for a :class:`MemoryPool`: a segment from the device for each allocation.
-
-    Each segment is a pool, so freeing and quarantine work as in other pools. None is exported: to peers they are
-    non-pool memory.
-    """
+    """Substitute for a :class:`MemoryPool`: a segment for each allocation, which peers see as non-pool memory."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._lock = threading.Lock()  # protects the four below
-        self._pools: set[_OneUsePool] = set()
+        self._lock = threading.Lock()  # protects the four below and the state of allocations
+        self._live: set[Allocation] = set()
         self._taken = 0
         self._peak = 0
         self._closed = False
 
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
         """Take tensors as :meth:`MemoryPool.allocate_many` does, in whole pages of 4 KiB."""
-        if count <= 0 or nbytes <= 0:
-            raise ParamError(f"memory {self.name}: count {count} and nbytes {nbytes} must both be positive")
-        wanted = count * -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
+        each = -(-nbytes // _DIRECT_PAGE) * _DIRECT_PAGE
+        wanted = count * each
         self._reserve(wanted)
         try:
             segment = self._device.allocate(wanted, self.name, peers_may_write=False, prefault=False)
-            pool = _OneUsePool(self, segment)
+            allocation = Allocation(self, segment, range(0, wanted, each), nbytes)
         except BaseException:
             with self._lock:
                 self._taken -= wanted
@@ -226,9 +179,9 @@ class DirectMemory:
         if isinstance(segment, SharedSegment):
             segment.close_descriptor()  # no peer gets it
         with self._lock:
-            self._pools.add(pool)
+            self._live.add(allocation)
             self._peak = max(self._peak, self._taken)
-        return pool.allocate_many(count, nbytes)
+        return allocation
 
     def _reserve(self, wanted: int) -> None:
         most, source = host_memory_limit()
@@ -249,56 +202,48 @@ class DirectMemory:
             quarantined=self.statistics().quarantined_bytes,
         )
 
-    def give_back(self, pool: _OneUsePool) -> None:
+    def free(self, allocation: Allocation) -> None:
         with self._lock:
-            if pool in self._pools:
-                self._pools.remove(pool)
-                self._taken -= pool.segment.nbytes
+            if allocation not in self._live:
+                return
+            self._live.remove(allocation)
+            self._taken -= allocation.segment.nbytes
+            allocation.freed, allocation.detained = True, 0
+        allocation.segment.close()
+
+    def detain(self, allocation: Allocation) -> None:
+        """Count the allocation as quarantined until it is freed."""
+        with self._lock:
+            if allocation in self._live:
+                allocation.detained = allocation.segment.nbytes
 
     def statistics(self) -> PoolStatistics:
         """Return the figures of a full pool."""
         with self._lock:
-            pools, taken, peak = list(self._pools), self._taken, self._peak
-        return PoolStatistics(
-            name=self.name,
-            capacity_bytes=taken,
-            used_bytes=taken,
-            free_bytes=0,
-            largest_hole_bytes=0,
-            live_allocations=sum(pool.statistics().live_allocations for pool in pools),
-            page_bytes=_DIRECT_PAGE,
-            peak_used_bytes=peak,
-            quarantined_bytes=sum(pool.statistics().quarantined_bytes for pool in pools),
-        )
+            return PoolStatistics(
+                name=self.name,
+                capacity_bytes=self._taken,
+                used_bytes=self._taken,
+                free_bytes=0,
+                largest_hole_bytes=0,
+                live_allocations=sum(len(each.offsets) for each in self._live),
+                page_bytes=_DIRECT_PAGE,
+                peak_used_bytes=self._peak,
+                quarantined_bytes=sum(each.detained for each in self._live),
+            )
 
     def check_integrity(self) -> None:
         with self._lock:
-            pools, taken = list(self._pools), self._taken
-        for pool in pools:
-            pool.check_integrity()
-        mapped = sum(pool.segment.nbytes for pool in pools)
+            mapped, taken = sum(each.segment.nbytes for each in self._live), self._taken
         require_intact(mapped <= taken, f"memory {self.name}: {mapped} bytes are mapped, {taken} counted")
 
     def close(self) -> None:
         """Refuse allocations; keep live ones mapped. Idempotent."""
         with self._lock:
             self._closed = True
-            pools, self._pools = list(self._pools), set()
-        for pool in pools:
-            kept_mapped.append(pool.segment.view())
-            pool.close()
-        if pools:
-            logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(pools))
-
-
-class _OneUsePool(MemoryPool):
-    """Pool for one allocation; freeing it gives the segment back."""
-
-    def __init__(self, owner: DirectMemory, segment: Segment) -> None:
-        super().__init__(owner.name, segment, _DIRECT_PAGE_SHIFT)
-        self._owner = owner
-
-    def free(self, allocation: Allocation) -> None:
-        super().free(allocation)
-        self._owner.give_back(self)
-        self.close()
+            live, self._live = self._live, set()
+        for allocation in live:
+            kept_mapped.append(allocation.segment.view())
+            allocation.segment.close()
+        if live:
+            logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(live))

@@ -1,15 +1,10 @@
-"""Quarantine: freed pool memory that foreign writers still write.
-
-Freeing never waits; allocating may. Threads: any.
-"""
+"""Quarantine: freed pool memory that foreign writers still write. Freeing never waits; allocating may. Any thread."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llm_datadist._checks import require_intact
 from llm_datadist.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -20,12 +15,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Quarantined:
-    allocation: Allocation
-    writes: tuple[ActiveWrite, ...]
-
-
 class Quarantine:
     """Freed allocations whose writers have not ended. Their pool counts them as used and quarantined.
 
@@ -34,74 +23,66 @@ class Quarantine:
 
     def __init__(self, writers: WriteIntents) -> None:
         self._writers = writers
-        self._lock = threading.Lock()  # protects the list
-        self._held: list[_Quarantined] = []
+        self._lock = threading.Lock()  # protects the next
+        self._held: dict[Allocation, tuple[ActiveWrite, ...]] = {}
 
     def free(self, allocation: Allocation, writes: tuple[ActiveWrite, ...]) -> None:
         """Free the memory now, or in :meth:`sweep` once all ``writes`` have ended."""
         if not writes:
             allocation.free()
             return
-        allocation.detain()
+        allocation.pool.detain(allocation)
         with self._lock:
-            self._held.append(_Quarantined(allocation, writes))
+            self._held[allocation] = writes
 
-    def sweep(self) -> bool:
-        """Free memory whose writers have ended; return True if there was any."""
-        over = {each for each in self._snapshot() if not self._writers.pending(each.writes)}
-        for each in over:
-            each.allocation.free()
-        # Only now: allocate() must see what it can wait for.
-        if over:
-            with self._lock:
-                self._held = [each for each in self._held if each not in over]
-        return bool(over)
+    def sweep(self) -> None:
+        """Free memory whose writers have ended."""
+        for allocation, writes in self._snapshot():
+            if not self._writers.pending(writes):
+                allocation.free()
+                with self._lock:  # only now: allocate() must see what it can wait for
+                    self._held.pop(allocation, None)
 
     def allocate(self, pool: MemoryPool | DirectMemory, count: int, nbytes: int, deadline: Deadline) -> Allocation:
         """Allocate from ``pool``; wait for quarantined memory if that could be enough.
 
         After the deadline, OutOfMemory names the writers that still use it.
         """
-        shortage: OutOfMemory
-        taken: list[Allocation] = []
+        outcome: Allocation | OutOfMemory
 
         def take_or_give_up() -> bool:
-            nonlocal shortage
+            nonlocal outcome
             self.sweep()
             try:
-                taken.append(pool.allocate_many(count, nbytes))
+                outcome = pool.allocate_many(count, nbytes)
             except OutOfMemory as error:
-                shortage = error
+                outcome = error
                 return not error.quarantined or error.free + error.quarantined < error.requested
             return True
 
         deadline.poll(take_or_give_up)
-        if taken:
-            return taken[0]
-        if shortage.quarantined:
-            pending = self._writers.pending(write for each in self._snapshot() for write in each.writes)
-            held = f"{shortage.quarantined} bytes were given back but may still be written by {writers_named(pending)}"
-            shortage.args = (f"{shortage}; {held}",)
-        raise shortage
+        if not isinstance(outcome, OutOfMemory):
+            return outcome
+        if outcome.quarantined:
+            pending = self._writers.pending(write for _, writes in self._snapshot() for write in writes)
+            held = f"{outcome.quarantined} bytes were given back but may still be written by {writers_named(pending)}"
+            outcome.args = (f"{outcome}; {held}",)
+        raise outcome
 
     @property
     def nbytes(self) -> int:
-        return sum(each.allocation.detained for each in self._snapshot())
+        return sum(allocation.detained for allocation, _ in self._snapshot())
 
     def release_all(self) -> None:
         """Free everything, even under a writer; the pools are closed next."""
         with self._lock:
-            held, self._held = self._held, []
-        for each in held:
-            each.allocation.free()
+            held, self._held = self._held, {}
+        for allocation in held:
+            allocation.free()
 
-    def check_integrity(self) -> None:
-        for each in self._snapshot():
-            require_intact(each.writes, f"{each.allocation!r} is held in quarantine without a writer")
-
-    def _snapshot(self) -> list[_Quarantined]:
+    def _snapshot(self) -> list[tuple[Allocation, tuple[ActiveWrite, ...]]]:
         with self._lock:
-            return list(self._held)
+            return list(self._held.items())
 
 
 def writers_named(writes: Iterable[ActiveWrite]) -> str:

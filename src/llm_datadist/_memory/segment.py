@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
@@ -57,10 +58,7 @@ class Segment:
         return self._memory is None
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """Return bytes ``[offset, offset + nbytes)``, by default to the end, as an array without a copy.
-
-        It is read-only if the segment is.
-        """
+        """View bytes ``[offset, offset + nbytes)``, by default to the end, as an array; read-only if the segment is."""
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
             raise ParamError(
@@ -70,12 +68,7 @@ class Segment:
 
     def close(self) -> None:
         """Drop the memory, which the last array over it unmaps. Idempotent."""
-        if self._memory is not None:
-            self._memory = None
-            self._release()
-
-    def _release(self) -> None:
-        """Release a subclass's resources, once."""
+        self._memory = None
 
     def _open_memory(self) -> AddressRange:
         memory = self._memory
@@ -113,12 +106,9 @@ class SharedSegment(Segment):
         """Create ``nbytes`` zero bytes that peers can map.
 
         Pages take memory at first use, or now with ``prefault`` or ``huge_pages``. Unless ``peers_may_write``, a seal
-        lets only this mapping write.
-
-        Raises:
-            ParamError: ``nbytes`` is out of range, or this host has no huge pages for it.
-            OutOfMemory: Memory, address space or descriptors are exhausted.
-            LLMException: The kernel failed otherwise (``LLM_FAILED``).
+        lets only this mapping write. ParamError: ``nbytes`` is out of range, or this host has no huge pages for it.
+        OutOfMemory: memory, address space or descriptors are exhausted. LLMException (``LLM_FAILED``): the kernel
+        failed otherwise.
         """
         if not 0 < nbytes <= sys.maxsize:
             raise ParamError(f"segment {name!r}: nbytes is {nbytes}, must be in [1, {sys.maxsize}]")
@@ -144,9 +134,8 @@ class SharedSegment(Segment):
     def attach(cls, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> Self:
         """Map a peer's segment, and close ``fd``, also if this raises. ``sparse`` is as in :func:`unmap`.
 
-        Raises:
-            ProtocolError: ``fd`` is not a tmpfs file of that size, sealed against resizing, that can be mapped so.
-            OutOfMemory: Memory or address space is exhausted.
+        ProtocolError: ``fd`` is not a tmpfs file of that size, sealed against resizing, that can be mapped so.
+        OutOfMemory: memory or address space is exhausted.
         """
         try:
             _check_attachable(fd, nbytes)
@@ -181,8 +170,9 @@ class SharedSegment(Segment):
         if fd is not None:
             os.close(fd)
 
-    def _release(self) -> None:
+    def close(self) -> None:
         self.close_descriptor()
+        super().close()
 
     @hold_signals
     def __del__(self) -> None:
@@ -230,7 +220,10 @@ def _map_memfd(name: str, fd: int, nbytes: int, *, prefault: bool, huge_pages: b
 
 
 def _check_attachable(fd: int, nbytes: int) -> None:
-    kind = _file_system(fd)
+    found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit Linux, f_type first
+    if _libc.fstatfs(fd, found):
+        raise _last_error()
+    kind = int(found[0])
     if kind != _TMPFS_MAGIC:
         # On hugetlbfs the owner can remove pages: SIGBUS for readers.
         raise ProtocolError(f"segment of a peer ({nbytes} bytes): file system {kind:#x}, must be tmpfs")
@@ -244,12 +237,9 @@ def _check_attachable(fd: int, nbytes: int) -> None:
         )
 
 
-def _file_system(fd: int) -> int:
-    found = (ctypes.c_long * 32)()  # struct statfs: 120 bytes on 64-bit Linux, f_type first
-    if _libc.fstatfs(fd, found):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(found[0])
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
 def _creation_error(name: str, nbytes: int, error: OSError) -> LLMException:
@@ -268,15 +258,13 @@ _MAP_FIXED: Final = 0x10
 _RESERVE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
+@dataclass(eq=False)
 class AddressRange:
-    """Immutable description of bytes at an address of this process."""
+    """Description of bytes at an address of this process. Immutable."""
 
-    __slots__ = ("__weakref__", "address", "nbytes", "writable")
-
-    def __init__(self, address: int, nbytes: int, *, writable: bool) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.writable = writable
+    address: int
+    nbytes: int
+    writable: bool
 
     @property
     def __array_interface__(self) -> dict[str, object]:
@@ -291,15 +279,13 @@ class AddressRange:
 class Mapping(AddressRange):
     """Shared mapping of a descriptor, which may be closed. Dropping the last reference calls :func:`unmap`."""
 
-    __slots__ = ("_sparse",)
-
     def __init__(self, fd: int, nbytes: int, *, writable: bool, sparse: bool = False) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if nbytes < huge.ALIGNMENT:
             address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, fd)
         else:
             address = _map_aligned(fd, nbytes, protection)
-        super().__init__(address, nbytes, writable=writable)
+        super().__init__(address, nbytes, writable)
         self._sparse = sparse
 
     # No weakref.finalize: one that comes or goes in another thread at exit stops all others, the user's too. At the
@@ -321,14 +307,12 @@ def _map_aligned(fd: int, nbytes: int, protection: int) -> int:
         raise
     if before := address - reserved:
         _libc.munmap(reserved, before)
-    if after := huge.ALIGNMENT - before:
-        _libc.munmap(address + size, after)
+    _libc.munmap(address + size, huge.ALIGNMENT - before)  # before is less, so something is left
     return address
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
     found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if found == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _last_error()
     return int(found)

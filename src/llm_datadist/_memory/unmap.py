@@ -24,7 +24,6 @@ _SMALL_SPARSE_BYTES: Final = 64 << 20
 # CDLL releases the interpreter lock during the call.
 _libc = ctypes.CDLL(None)
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.munmap.restype = ctypes.c_int
 
 _must_not_wait: Final[set[int]] = set()  # thread idents
 

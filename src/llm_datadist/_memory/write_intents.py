@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from llm_datadist._checks import HERE, require_intact, require_process
+from llm_datadist._checks import HERE, require_process
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import (
     WRITER_PAGE_BYTES,
@@ -41,18 +41,12 @@ if TYPE_CHECKING:
 _MAX_GUARD: Final = 1 << 62
 
 
-def _slot_word(guard: int, *, reading: bool) -> int:
-    return guard * 2 + reading
-
-
 class IntentPage:
     """Owner's side of a page in which one peer announces writes; :class:`WriteIntents` makes it.
 
     Owns: the memory and, from :meth:`retire` on, the pidfd, until the last writer has ended.
     Threads: any; the lock of :class:`WriteIntents` protects ``retired`` and the release.
     """
-
-    __slots__ = ("_memory", "_owner", "_pidfd", "_writers", "address", "cluster_id", "retired", "segment", "who")
 
     def __init__(self, writers: WriteIntents, segment: SharedSegment | None, who: str) -> None:
         self.segment = segment
@@ -63,7 +57,6 @@ class IntentPage:
         self.cluster_id: int | None = None  # the peer's, once known
         self.retired = False  # True once the link is over
         self._writers = writers
-        self._owner = HERE["pid"]
         self._pidfd = -1
 
     def belongs_to(self, pid: int, pidfd: int) -> None:
@@ -84,20 +77,12 @@ class IntentPage:
 
         Waits for no lock, so a ``__del__`` may call it.
         """
-        if self._memory is None:
-            return
-        if HERE["pid"] == self._owner:
-            close_writers(self.address)
+        if self._memory is not None:
             self._writers.retire(self)
-        else:  # in a forked child the writers are the parent's
-            self.release()
 
     def ended(self) -> bool:
         """Return True if the peer's process has ended or is unknown. Under the lock."""
         return self.segment is not None and (self._pidfd < 0 or readable(self._pidfd))
-
-    def is_idle(self) -> bool:
-        return self.ended() or not find_writers(np.array([self.address], np.uint64), [], True)
 
     def release(self) -> None:
         if self._pidfd >= 0:
@@ -118,16 +103,12 @@ class ActiveWrite:
 
 
 class WriteIntents:
-    """Pages of one instance, the owner of the memory.
-
-    Threads: any; nothing blocks under the lock.
-    """
+    """Pages of one instance, the owner of the memory. Threads: any; nothing blocks under the lock."""
 
     def __init__(self) -> None:
         self._owner = HERE["pid"]
-        self._lock = threading.Lock()  # protects the three below and pages
+        self._lock = threading.Lock()  # protects the two below and pages
         self._pages: list[IntentPage] = []
-        self._addresses: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._closed = False
         self._retiring: deque[IntentPage] = deque()
 
@@ -148,10 +129,10 @@ class WriteIntents:
         """Return the writes, with ``readers`` also local reads, under a just advanced guard."""
         if not self._pages:
             return ()  # writers in a later page meet the advanced guard
-        wanted = [_slot_word(guard, reading=False)] + ([_slot_word(guard, reading=True)] if readers else [])
+        wanted = [2 * guard, 2 * guard + 1][: 1 + readers]  # words of writes, and of reads
         with self._lock:
             self._tidy()
-            found = find_writers(self._addresses, wanted, False)
+            found = find_writers(np.array([page.address for page in self._pages], np.uint64), wanted, False)
             return tuple([ActiveWrite(self._pages[page], slot, sequence) for page, slot, sequence in found])
 
     def pending(self, writes: Iterable[ActiveWrite]) -> tuple[ActiveWrite, ...]:
@@ -193,17 +174,11 @@ class WriteIntents:
         with self._lock:
             self._tidy()
             pages, self._pages = self._pages, []
-            self._index()
             for page in pages:
                 if page.retired:
                     page.release()
                 elif page.segment is not None:  # its caller still owns the pidfd
                     page.segment.close()
-
-    def check_integrity(self) -> None:
-        with self._lock:
-            same = [page.address for page in self._pages] == self._addresses.tolist()
-            require_intact(same, "pages of writers: the scanned addresses are not those of the pages")
 
     def _add(self, page: IntentPage) -> IntentPage:
         with self._lock:
@@ -211,10 +186,13 @@ class WriteIntents:
             if self._closed:
                 raise LinkError("this instance is being finalized: no peer may begin to write")
             self._pages.append(page)
-            self._index()
         return page
 
     def retire(self, page: IntentPage) -> None:
+        if HERE["pid"] != self._owner:  # in a forked child the writers are the parent's
+            page.release()
+            return
+        close_writers(page.address)
         self._retiring.append(page)
         # A __del__ may interrupt the holder; then the next call tidies.
         if self._lock.acquire(blocking=False):
@@ -230,19 +208,10 @@ class WriteIntents:
             page.retired = True
             if page not in self._pages:
                 page.release()  # closed already
-        idle = [page for page in self._pages if page.retired and page.is_idle()]
-        for page in idle:
-            self._pages.remove(page)
-            page.release()
-        if idle:
-            self._index()
-
-    def _index(self) -> None:
-        self._addresses = np.array([page.address for page in self._pages], np.uint64)
-
-    def __repr__(self) -> str:
-        lost = sum(page.retired for page in list(self._pages))
-        return f"<WriteIntents {len(self._pages)} pages, {lost} of lost peers>"
+        for page in [page for page in self._pages if page.retired]:
+            if page.ended() or not find_writers(np.array([page.address], np.uint64), [], True):
+                self._pages.remove(page)
+                page.release()
 
 
 def _local_page() -> NDArray[np.uint8]:
@@ -255,8 +224,6 @@ class IntentWriter:
     """Writer's side of one page: a slot for each announcement. Any thread of process ``pid``, not of its forks."""
 
     def __init__(self, page: NDArray[np.uint8]) -> None:
-        if page.nbytes != WRITER_PAGE_BYTES or page.ctypes.data % 64:
-            raise ProtocolError(f"a page of writers has {page.nbytes} bytes, must have {WRITER_PAGE_BYTES}")
         self.pid = HERE["pid"]
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
@@ -266,10 +233,8 @@ class IntentWriter:
     def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
         """Announce a write, or a read, under guard slot ``guard``. The caller then compares the generation.
 
-        Raises:
-            LinkError: The link is closed, here or by the owner.
-            DeadlineExceeded: All 255 slots of the page were in use.
-            StateError: This is a forked child.
+        LinkError: the link is closed, here or by the owner. DeadlineExceeded: all 255 slots of the page were in use.
+        StateError: this is a forked child.
         """
         require_process(self.pid, "announce")
         page = self._page
@@ -282,7 +247,7 @@ class IntentWriter:
         except IndexError:
             slot = self._wait_for_slot(deadline)
         intent = WriteIntent(self, page, self._address, slot)
-        if not announce_writer(self._address, slot, _slot_word(guard, reading=reading)):
+        if not announce_writer(self._address, slot, 2 * guard + reading):
             intent.end()
             raise LinkError("the owner of the memory has closed the link: nothing may be written", phase="copy")
         return intent
@@ -292,20 +257,10 @@ class IntentWriter:
         self._page = None
 
     def _wait_for_slot(self, deadline: Deadline) -> int:
-        taken: list[int] = []
-
-        def take() -> bool:
-            with suppress(IndexError):
-                taken.append(self.free.pop())
-            return bool(taken)
-
-        if not deadline.poll(take):
-            raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
-        return taken[0]
-
-    def __repr__(self) -> str:
-        state = "closed" if self._page is None else "open"
-        return f"<IntentWriter {state}: {WRITER_SLOTS - len(self.free)} at work>"
+        while deadline.poll(lambda: bool(self.free)):
+            with suppress(IndexError):  # another thread was faster
+                return self.free.pop()
+        raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
 
 
 class WriteIntent:

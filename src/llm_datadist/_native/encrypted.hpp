@@ -183,6 +183,13 @@ private:
     std::size_t left_ = 0;
 };
 
+// Not executable, which vm.memfd_noexec=2 may require.
+inline int new_memfd(const char* name) {
+    constexpr unsigned noexec_seal = 8;  // MFD_NOEXEC_SEAL, since Linux 6.3
+    const int fd = ::memfd_create(name, MFD_CLOEXEC | noexec_seal);
+    return fd < 0 && errno == EINVAL ? ::memfd_create(name, MFD_CLOEXEC) : fd;
+}
+
 // Buffer between the cipher and memory that users may unmap: the kernel copies, and reports EFAULT.
 class Transit {
 public:
@@ -209,7 +216,7 @@ public:
     }
 
 private:
-    Fd fd_{checked(::memfd_create("lldd-transit", MFD_CLOEXEC), "memfd_create")};
+    Fd fd_{checked(new_memfd("lldd-transit"), "memfd_create")};
     char* data_ = nullptr;
 };
 

@@ -33,8 +33,6 @@ class Tensors:
         self.native = TensorList(self.bases, self.extent)
 
 
-DIGEST_BYTES: Final = 16
-"""All 128 bits of a stripe's hash: folding them would make collisions likelier."""
 NONCE_BYTES: Final = 16
 
 NO_DEADLINE: Final = 2**63 - 1
@@ -62,7 +60,8 @@ def digest(
 
     Above 256 KiB it releases the GIL, above 1 MiB threads of ``pool`` help; it stops as ``execute`` does. ``nonce``:
     16 bytes that were unknown when the bytes were written. With ``each_run`` each run has a digest, else each tensor.
-    Returns shape ``(count, R or 1, 2)``: 128 bits each; None if it stopped early.
+    Returns shape ``(count, R or 1, 2)``; None if it stopped early. All 128 bits of a hash: folding makes collisions
+    likelier.
     """
     plan, tensors, is_dst = side
     until = min(deadline_ns, NO_DEADLINE)

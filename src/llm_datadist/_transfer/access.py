@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.link import Link
 from llm_datadist._policy import Permissions
 from llm_datadist.config import PEER_POLICY
@@ -19,49 +18,46 @@ if TYPE_CHECKING:
     from llm_datadist._policy import PeerPolicy
 
 _NOTHING: Final = Permissions()
+_ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=True)
 
 
+@dataclass(frozen=True, slots=True)
 class AccessPolicy:
     """Permissions of peers at this instance; ``require_*`` raises ParamError unless permitted. Threads: any; stateless.
 
     A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write with remote cache access
-    (RCA), or into a cache located over its link. ``peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
+    (RCA), or into a cache located over its link. ``_peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
     """
 
-    def __init__(self, store: CacheStore, peers: PeerPolicy | None = None) -> None:
-        self._store = store
-        self._peers = peers
+    _store: CacheStore
+    _peers: PeerPolicy | None = None
 
     def require_link(self, cluster_id: int) -> None:
         """Raise AuthFailed unless the cluster may link, as dialer or listener."""
-        if self._peers is not None and not self._peers.of(cluster_id).link:
+        if not self._of(cluster_id).link:
             raise AuthFailed(f"cluster {cluster_id} may not link: {PEER_POLICY} of this instance")
 
-    def offered_to(self, cluster_id: int) -> Exports:
-        """Return the exports that a cluster on this host may map.
+    def offered_to(self, cluster_id: int) -> Exports | LinkRefused:
+        """Return the exports that a cluster on this host may map, or the reason for none.
 
-        Raises LinkRefused if each request needs a decision, because a mapping shows whole pools and writable memory is
+        There are none if each request needs a decision, because a mapping shows whole pools and writable memory is
         readable.
         """
-        exports = self._store.exports
-        if self._peers is None:
-            return exports
-        may = self._peers.of(cluster_id)
+        exports, may = self._store.exports, self._of(cluster_id)
         if not may.pull and not may.push:
             return replace(exports, regions={}, writable=False, private=False)
         if isinstance(may.models, frozenset):
-            raise LinkRefused(
+            return LinkRefused(
                 f"{PEER_POLICY} allows cluster {cluster_id} some models only: no pool is mapped as a whole"
             )
         if not may.pull:
-            raise LinkRefused(f"{PEER_POLICY} allows cluster {cluster_id} to push only: a mapped pool could be read")
+            return LinkRefused(f"{PEER_POLICY} allows cluster {cluster_id} to push only: a mapped pool could be read")
         return exports if may.push else replace(exports, writable=False)
 
     def require_move(self, link: object, *, push: bool) -> None:
-        if self._peers is not None:
-            may = self._of(link)
-            if not (may.push if push else may.pull):
-                raise _denied(link, "push" if push else "pull")
+        may = self._of(_cluster(link))
+        if not (may.push if push else may.pull):
+            raise _denied(link, "push" if push else "pull")
 
     def require_push(self, link: object, cache_id: int | None) -> None:
         """Require the right to write a cache; ``cache_id`` is None for a key."""
@@ -71,20 +67,17 @@ class AccessPolicy:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) on both sides")
 
     def require_locate(self, link: object) -> None:
-        if self._peers is not None and not self._of(link).locate:
+        if not self._of(_cluster(link)).locate:
             raise _denied(link, "locate")
 
     def require_key(self, link: object, key: Key) -> None:
-        if self._peers is not None:
-            models = self._of(link).models
-            if isinstance(models, frozenset) and key[2] not in models:
-                raise _denied(link, f"use model {key[2]}")
+        models = self._of(_cluster(link)).models
+        if isinstance(models, frozenset) and key[2] not in models:
+            raise _denied(link, f"use model {key[2]}")
 
     def may_see(self, link: object, entry: Entry) -> bool:
         """Return False if the peer is limited to models without a key in the cache."""
-        if self._peers is None:
-            return True
-        models = self._of(link).models
+        models = self._of(_cluster(link)).models
         # A copy, because another thread may bind a key during the iteration.
         return not isinstance(models, frozenset) or any(key[2] in models for key in tuple(entry.bindings))
 
@@ -93,7 +86,7 @@ class AccessPolicy:
             raise _denied(link, f"use cache {entry.cache_id}, which has no key of its models")
 
     def may_consume(self, link: object) -> bool:
-        return self._peers is None or self._of(link).consume
+        return self._of(_cluster(link)).consume
 
     def require_consumed(self, link: object, cache_id: int) -> None:
         """Require the right to report a push that consumes a key. Also raises CacheNotFound."""
@@ -103,11 +96,9 @@ class AccessPolicy:
             if not self.may_consume(link):
                 raise _denied(link, "consume keys")
 
-    def require_consume(self, link: object, entry: Entry, binding: Binding | None) -> None:
+    def require_consume(self, link: object, binding: Binding | None) -> None:
         """Require the right to consume, if the transfer would consume the binding."""
-        if self.may_consume(link):
-            return
-        if binding is not None and entry.owned and binding.key[0] == Namespace.REQUEST:
+        if binding is not None and binding.consumable and not self.may_consume(link):
             raise _denied(link, "consume the key of this row")
 
     def needs_pin(self, entry: Entry) -> bool:
@@ -127,12 +118,18 @@ class AccessPolicy:
         if not pin and self.needs_pin(entry):
             raise ParamError(f"cache {entry.cache_id} is read under a pin")
 
-    def _of(self, link: object) -> Permissions:
-        if self._peers is None or not isinstance(link, Link):
-            return _NOTHING
-        return self._peers.of(link.peer.cluster_id)
+    def _of(self, cluster_id: int | None) -> Permissions:
+        if self._peers is None:
+            return _ALL
+        return _NOTHING if cluster_id is None else self._peers.of(cluster_id)
+
+
+def _cluster(link: object) -> int | None:
+    """Return the peer's cluster id; None for an unverified connection."""
+    return link.peer.cluster_id if isinstance(link, Link) else None
 
 
 def _denied(link: object, what: str) -> ParamError:
-    who = f"cluster {link.peer.cluster_id}" if isinstance(link, Link) else "an unverified connection"
+    cluster_id = _cluster(link)
+    who = "an unverified connection" if cluster_id is None else f"cluster {cluster_id}"
     return ParamError(f"{PEER_POLICY} of the owner does not allow {who} to {what}")

@@ -9,15 +9,15 @@ absolute addresses, or none if the owner moves the bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from llm_datadist._cache.registry import Entry, State
+from llm_datadist._cache.registry import CacheState, Entry
+from llm_datadist._checks import check_enabled
 from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
 from llm_datadist._log import logger
-from llm_datadist.errors import LLMException, LLMStatusCode, ParamError, ProtocolError
+from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._transfer.access import AccessPolicy
 
-#: Located ids of a link above which freed ones are dropped.
-_MANY_IDS: Final = 1024
+_MANY_IDS: Final = 1024  # located ids of a link, above which freed ones are dropped
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteOffset:
+class RemoteOffset(NamedTuple):
     """Place of a peer's address: ``offset`` bytes into a tensor of a cache."""
 
     cache_id: int
@@ -43,33 +41,25 @@ class RemoteOffset:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Locations:
+class Locations(NamedTuple):
     """Places of addresses; ``allocated`` if one is in an allocated cache, whose memory may be reused."""
 
     offsets: list[RemoteOffset]
     allocated: bool
 
 
-class Locator:
-    """Initiator of address look-ups. Threads: any."""
-
-    def __init__(self, links: LinkManager) -> None:
-        self._links = links
-
-    def locate(
-        self, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
-    ) -> Locations:
-        """Return the places of ``addresses``; ParamError unless ``nbytes`` at each lie in one writable tensor."""
-        link = self._links.get(cluster_id)
-        found, allocated = [], False
-        with link:
-            for start in range(0, len(addresses), MAX_LOCATE):
-                part = addresses[start : start + MAX_LOCATE]
-                answer = _ask(link, part, nbytes, deadline, what)
-                found += offsets_in(answer, len(part), f"{what}: {link.peer}")
-                allocated |= answer.allocated
-        return Locations(found, allocated)
+def locate(
+    links: LinkManager, cluster_id: int, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str
+) -> Locations:
+    """Return the places of ``addresses``; ParamError unless ``nbytes`` at each lie in one writable tensor."""
+    found, allocated = [], False
+    with links.get(cluster_id) as link:
+        for start in range(0, len(addresses), MAX_LOCATE):
+            part = addresses[start : start + MAX_LOCATE]
+            answer = _ask(link, part, nbytes, deadline, what)
+            found += offsets_in(answer, len(part), f"{what}: {link.peer}")
+            allocated |= answer.allocated
+    return Locations(found, allocated)
 
 
 def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> Located:
@@ -102,31 +92,23 @@ class LocateTarget:
 
     def on_locate(self, link: Link, message: Locate) -> None:
         try:
-            if not self._allowed:
-                raise LLMException(
-                    "locate: llm.WriteByAddress=0 of the owner: name memory by caches and keys",
-                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-                )
+            check_enabled(self._allowed, "locate: llm.WriteByAddress=0 of the owner: name memory by caches and keys")
             self._policy.require_locate(link)
             located = _located(self._store, self._policy, link, message)
         except LLMException as error:
             link.tell(failed(message.id, error))
-        else:
-            self._warn(link, located)
-            link.tell(located)
-
-    def _warn(self, link: Link, answer: Located) -> None:
-        if self._warned:
             return
-        self._warned = True
-        caches = sorted(set(np.frombuffer(answer.cache_ids, "<u8").tolist()))
-        logger.warning(
-            "%s has named memory of this process by its addresses: cache %s can be written by it although "
-            "llm.EnableRemoteCacheAccessible is 0, and so can every remote-accessible cache of which a peer knows or "
-            "guesses an address; llm.WriteByAddress=0 refuses that",
-            link.peer,
-            ", ".join(map(str, caches[:8])),
-        )
+        if not self._warned:
+            self._warned = True
+            caches = sorted(set(np.frombuffer(located.cache_ids, "<u8").tolist()))
+            logger.warning(
+                "%s has named memory of this process by its addresses: cache %s can be written by it although "
+                "llm.EnableRemoteCacheAccessible is 0, and so can every remote-accessible cache of which a peer knows "
+                "or guesses an address; llm.WriteByAddress=0 refuses that",
+                link.peer,
+                ", ".join(map(str, caches[:8])),
+            )
+        link.tell(located)
 
 
 def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locate) -> Located:
@@ -134,66 +116,54 @@ def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locat
         raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
     addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
     entries, _, _ = store.registry.snapshot()
-    live = [each for each in entries if each.life.state in (State.LIVE, State.DEFERRED) and not each.closing]
+    live = [each for each in entries if each.life.state in (CacheState.LIVE, CacheState.DEFERRED) and not each.closing]
     live = [each for each in live if policy.may_see(link, each)]  # errors do not reveal the others
-    index = _AddressIndex(live, message.nbytes)
-    found = index.find(addresses)
-    cache_ids = index.cache_ids[found]
+    bases, _, tensors, cache_ids, allocated = _find(live, addresses, message.nbytes).T
     if len(link.caches.located) > _MANY_IDS:
         link.caches.located &= {entry.cache_id for entry in live}
     link.caches.located |= set(cache_ids.tolist())
     return Located(
         message.id,
         cache_ids.astype("<u8").tobytes(),
-        index.tensors[found].astype("<u4").tobytes(),
-        (addresses - index.bases[found]).astype("<u8").tobytes(),
-        bool(index.owned[found].any()),
+        tensors.astype("<u4").tobytes(),
+        (addresses - bases).astype("<u8").tobytes(),
+        bool(allocated.any()),
     )
 
 
-class _AddressIndex:
-    """Tensors with room for ``nbytes``, sorted by address; one row of each array per tensor."""
+def _find(entries: list[Entry], addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
+    """Return (base, room, tensor, cache id, allocated) of each address; ParamError unless its range is in a tensor."""
+    parts = [np.empty((0, 5), np.uint64)]
+    for each in entries:
+        bases, room = each.storage.tensors.bases, each.geometry.tensor_bytes - nbytes
+        if each.remote_accessible and room >= 0:
+            part = np.empty((len(bases), 5), np.uint64)
+            part[:, 0], part[:, 2] = bases, np.arange(len(bases))
+            part[:, (1, 3, 4)] = room, each.cache_id, each.owned
+            parts.append(part)
+    rows = np.concatenate(parts)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    bases, rooms = rows[:, 0], rows[:, 1]
+    # The last tensor that begins at or before an address holds it, unless caches overlap.
+    found = np.searchsorted(bases, addresses, side="right") - 1
+    # Unsigned, so an address before the base differs by more than any room.
+    missing = addresses - bases[found] > rooms[found] if len(rows) else np.ones(len(addresses), np.bool_)
+    for i in np.flatnonzero(missing):
+        holding = np.flatnonzero(addresses[i] - bases <= rooms)
+        if not len(holding):
+            raise _misplaced(entries, int(addresses[i]), nbytes)
+        found[i] = holding[-1]
+    return rows[found]
 
-    def __init__(self, entries: Sequence[Entry], nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._entries = entries
-        large = [each for each in entries if each.remote_accessible and each.geometry.tensor_bytes >= nbytes]
-        counts = [each.geometry.num_tensors for each in large]
-        nothing = [np.empty(0, np.uint64)]
-        bases = np.concatenate([each.storage.tensors.bases for each in large] or nothing)
-        order = np.argsort(bases, kind="stable")
-        self.bases = bases[order]
-        self.tensors = np.concatenate([np.arange(count) for count in counts] or nothing)[order]
-        self.cache_ids = np.repeat(np.array([each.cache_id for each in large], np.uint64), counts)[order]
-        self.owned = np.repeat(np.array([each.owned for each in large], np.bool_), counts)[order]
-        room = np.array([each.geometry.tensor_bytes - nbytes for each in large], np.uint64)
-        self._rooms = np.repeat(room, counts)[order]
 
-    def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the row of each address; ParamError unless its range is in a tensor."""
-        # The last tensor that begins at or before an address holds it, unless caches overlap.
-        found = np.searchsorted(self.bases, addresses, side="right") - 1
-        if len(self.bases):
-            rows = np.maximum(found, 0)
-            # Unsigned, so an address before the base differs by more than any room.
-            missing = (found < 0) | (addresses - self.bases[rows] > self._rooms[rows])
-        else:
-            missing = np.ones(len(addresses), np.bool_)
-        for i in np.flatnonzero(missing):
-            rows = np.flatnonzero(addresses[i] - self.bases <= self._rooms)
-            if not len(rows):
-                raise self._error(int(addresses[i]))
-            found[i] = rows[-1]
-        return found
-
-    def _error(self, address: int) -> ParamError:
-        what = f"address {address:#x} (dst_addrs): {self._nbytes} bytes from there on"
-        for entry in self._entries:
-            into = np.uint64(address) - entry.storage.tensors.bases
-            inside = np.flatnonzero(into < np.uint64(entry.geometry.tensor_bytes))
-            if len(inside) and not entry.remote_accessible:
-                return ParamError(f"{what} begin in cache {entry.cache_id}, which has remote_accessible=False")
-            if len(inside):
-                left = entry.geometry.tensor_bytes - int(into[inside[0]])
-                return ParamError(f"{what} leave tensor {inside[0]} of cache {entry.cache_id}, which has {left} left")
-        return ParamError(f"{what} are in none of the {len(self._entries)} caches allocated or registered at the peer")
+def _misplaced(entries: list[Entry], address: int, nbytes: int) -> ParamError:
+    what = f"address {address:#x} (dst_addrs): {nbytes} bytes from there on"
+    for entry in entries:
+        into = np.uint64(address) - entry.storage.tensors.bases
+        inside = np.flatnonzero(into < np.uint64(entry.geometry.tensor_bytes))
+        if len(inside) and not entry.remote_accessible:
+            return ParamError(f"{what} begin in cache {entry.cache_id}, which has remote_accessible=False")
+        if len(inside):
+            left = entry.geometry.tensor_bytes - int(into[inside[0]])
+            return ParamError(f"{what} leave tensor {inside[0]} of cache {entry.cache_id}, which has {left} left")
+    return ParamError(f"{what} are in none of the {len(entries)} caches allocated or registered at the peer")

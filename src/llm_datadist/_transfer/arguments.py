@@ -26,7 +26,6 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
     check_uint64_list,
-    type_error,
 )
 from llm_datadist._native import BlockList, check_mapped, parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
@@ -35,18 +34,15 @@ from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Cache
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from llm_datadist._transfer.local_copy import Pairs
 
 
-#: (name, value) -> value as used; TypeError, ParamError.
-Rule = Callable[[str, object], Any]
+Rule = Callable[[str, object], Any]  # (name, value) -> value as used; TypeError, ParamError
 Rules = Mapping[str, Rule]
 
-#: Keys of a new cache, each with its row.
-Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]
+Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]  # keys of a new cache, each with its row
 
-#: Cached, because most calls have no layer ranges.
-_selection = lru_cache(maxsize=64)(LayerSelection)
+_selection = lru_cache(maxsize=64)(LayerSelection)  # most calls have no layer ranges
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
@@ -54,14 +50,8 @@ def check(rules: Rules, /, **values: object) -> list[Any]:
     return [rules[name](name, value) for name, value in values.items()]
 
 
-def instance_of(*kinds: type) -> Rule:
-
-    def rule(name: str, value: object) -> object:
-        if not isinstance(value, kinds):
-            raise type_error(name, value, kinds)
-        return value
-
-    return rule
+def instance_of(kind: type) -> Rule:
+    return partial(check_type, types=kind)
 
 
 def byte_count(name: str, value: object) -> int:
@@ -72,57 +62,40 @@ def byte_count(name: str, value: object) -> int:
 
 
 def _row_keys(name: str, value: object) -> Bindings:
-    return [(key, row) for row, key in enumerate(check_list(name, value, CacheKey, tuple_ok=True))]
+    return [(key, row) for row, key in enumerate(check_list(name, value, CacheKey))]
 
 
 def _blocks_key(name: str, value: object) -> Bindings:
     return [] if value is None else [(check_type(name, value, BlocksCacheKey), 0)]
 
 
-def _optional_uint64(name: str, value: object) -> int | None:
-    return None if value is None else check_uint64(name, value)
+def _uint64_or(default: int | None) -> Rule:
+    return lambda name, value: default if value is None else check_uint64(name, value)
 
 
-def _byte_offset(name: str, value: object) -> int:
-    return 0 if value is None else check_uint64(name, value)
-
-
-def _copy_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair (interface §6.8)."""
+def _pairs(name: str, value: object, *, lists: bool) -> Pairs:
+    """Return (sources, destinations), pair by pair (interface §6.8, §6.9); ``lists`` of destinations, or one each."""
     pairs = check_type(name, value, dict)
-    if (plain := _native.parse_pairs(pairs, lists=True)) is not None:
+    if (plain := _native.parse_pairs(pairs, lists=lists)) is not None:
         return plain
     for source, targets in pairs.items():
-        if not isinstance(targets, list):
+        if lists and not isinstance(targets, list):
             check_type(f"{name}[{source!r}]", targets, list)
+    flat = [target for targets in pairs.values() for target in targets] if lists else list(pairs.values())
     try:
-        sources = _native.parse_indices(name, list(pairs))
-        flat = _native.parse_indices(name, [target for targets in pairs.values() for target in targets])
-    except (TypeError, ParamError):
+        sources, destinations = _native.parse_indices(name, list(pairs)), _native.parse_indices(name, flat)
+    except (TypeError, ParamError):  # the native parser cannot name the element
         for source, targets in pairs.items():
             _block_number(f"key of {name}", source)
-            for i, target in enumerate(targets):
-                _block_number(f"{name}[{source}][{i}]", target)
+            for i, target in enumerate(targets if lists else [targets]):
+                _block_number(f"{name}[{source}][{i}]" if lists else f"{name}[{source}]", target)
         raise
-    return np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs))), flat
-
-
-def _swap_pairs(name: str, value: object) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations), pair by pair (interface §6.9)."""
-    pairs = check_type(name, value, dict)
-    if (plain := _native.parse_pairs(pairs, lists=False)) is not None:
-        return plain
-    try:
-        return _native.parse_indices(name, list(pairs)), _native.parse_indices(name, list(pairs.values()))
-    except (TypeError, ParamError):
-        for source, target in pairs.items():
-            _block_number(f"key of {name}", source)
-            _block_number(f"{name}[{source}]", target)
-        raise
+    if lists:
+        sources = np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs)))
+    return sources, destinations
 
 
 def _block_number(name: str, value: object) -> None:
-    """Name the element in the error, which the native parser cannot."""
     number = check_int64(name, value)
     check_rule(number >= 0, f"{name}: {number} is negative, blocks count from 0")
 
@@ -139,15 +112,14 @@ ARGUMENTS: Final[Rules] = {
     # rows and bytes
     **dict.fromkeys(("batch_index", "src_batch_index", "dst_batch_index"), check_uint32),
     "offset": check_uint64,
-    "src_cache_offset": _byte_offset,
-    "dst_cache_offset": _byte_offset,
+    **dict.fromkeys(("src_cache_offset", "dst_cache_offset"), _uint64_or(0)),
     "size": check_int64,
-    "req_id": _optional_uint64,
+    "req_id": _uint64_or(None),
     # blocks
     "src_blocks": parse_blocks,
     "dst_blocks": parse_blocks,
-    "copy_block_info": _copy_pairs,
-    "src_to_dst": _swap_pairs,
+    "copy_block_info": partial(_pairs, lists=True),
+    "src_to_dst": partial(_pairs, lists=False),
 }
 
 
@@ -170,10 +142,7 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
 
 
 def check_accessible(remote_accessible: object, *, linked: bool) -> bool:
-    """Return True if peers may use registered memory (interface R16).
-
-    An explicit True is refused if ``link()`` was called (interface §6.6).
-    """
+    """Return True if peers may use registered memory (interface R16); refuse True after ``link()`` (interface §6.6)."""
     if remote_accessible is None:
         return True
     value = check_type("remote_accessible", remote_accessible, bool)
@@ -251,7 +220,7 @@ def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_clust
     return RemoteName(cluster, key_of(key))
 
 
-def check_size(size: int, geometry: Geometry, offset: int = 0) -> None:
+def check_size(size: int, geometry: Geometry, offset: int) -> None:
     """Check that ``size`` bytes (-1: the rest) from ``offset`` lie in a local row."""
     row = f"a row of the local cache has {geometry.stride} bytes"
     check_rule(offset < geometry.stride, f"dst_cache_offset={offset}: {row}")

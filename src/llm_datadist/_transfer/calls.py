@@ -21,30 +21,27 @@ from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer import arguments, layerwise
 from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, Source, TransferJob
+from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.types.descriptors import empty, granter_of
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from llm_datadist._cache.geometry import CachePair, LayerSelection
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist._transfer.layerwise import CacheTask, Delivery
+    from llm_datadist._transfer.local_copy import Pairs
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
     from llm_datadist.types.grant import Grant
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-#: Work of a call after its argument checks; runs in the caller's thread or a worker.
-Pending = Callable[[Deadline], None]
+Pending = Callable[[Deadline], None]  # work after the argument checks, for the caller's thread or a worker
 Awaited = Coroutine[Any, Any, None]
 
 
@@ -91,6 +88,7 @@ User = TypeVar("User", bound=EngineUser)
 
 def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
     """Make a public call of a method that checks arguments and returns the remaining work."""
+    check.__annotations__ = {name: _Annotation(text) for name, text in check.__annotations__.items()}
 
     @wraps(check)
     def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -129,13 +127,8 @@ class _Annotation(str):
 
 def _set_result(call: Callable[..., object], result: str) -> None:
     """Make ``help`` and ``inspect`` show the wrapped parameters and this result."""
-    call.__annotations__ = call.__annotations__ | {"return": result}
-    shown = signature(call)
-    parameters = [
-        each.replace(annotation=_Annotation(each.annotation)) if isinstance(each.annotation, str) else each
-        for each in shown.parameters.values()
-    ]
-    call.__signature__ = shown.replace(parameters=parameters, return_annotation=_Annotation(result))  # type: ignore[attr-defined]
+    call.__annotations__ = call.__annotations__ | {"return": _Annotation(result)}
+    call.__signature__ = signature(call).replace(return_annotation=_Annotation(result))  # type: ignore[attr-defined]
 
 
 def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
@@ -147,10 +140,7 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
-    """Return the cache id of a handle.
-
-    Raises CacheError if the handle is of another LLMDataDist or ``init``.
-    """
+    """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
     granter = granter_of(cache)
     if granter is engine.grants or granter is None:
         return cache.cache_id
@@ -215,27 +205,25 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
 
 
 def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
-    local, (src_blocks, dst_blocks) = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
+    local, pairs = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
     cache_id = local_id(engine, "copy_blocks", "cache", local)
 
     def run(deadline: Deadline) -> None:
         with engine.meters.span("copy_blocks", "id=%d %d sources", cache_id, len(copy_block_info)) as span:
-            span.nbytes = engine.local.copy_blocks(cache_id, src_blocks, dst_blocks, deadline)
+            span.nbytes = engine.local.copy_blocks(cache_id, pairs, deadline)
 
     return run
 
 
-def swap_blocks(
-    engine: Engine, src: Cache, dst: Cache, pairs: tuple[NDArray[np.int64], NDArray[np.int64]], names: tuple[str, str]
-) -> Pending:
+def swap_blocks(engine: Engine, src: Cache, dst: Cache, pairs: Pairs, names: tuple[str, str]) -> Pending:
     """Move blocks between device and host memory, without a deadline (interface R6)."""
     # Only the addresses are used, but a foreign handle's may be unmapped.
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
 
     def run(_: Deadline) -> None:
         with engine.meters.span("swap_blocks", "src=%d dst=%d %d blocks", *ids, blocks=len(pairs[0])) as span:
-            span.nbytes = engine.local.swap_blocks(src, dst, *pairs, ends=names)
+            span.nbytes = engine.local.swap_blocks(src, dst, pairs, names)
 
     return run
 
@@ -278,7 +266,7 @@ def pull_row(
             src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
             return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span=span))
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span))
 
 
 def pull_blocks(
@@ -308,9 +296,7 @@ def pull_blocks(
                 return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
             return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, grant=grant, span=span)
-        )
+        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span, grant=grant))
 
 
 def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
@@ -327,9 +313,8 @@ def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
             src_range, dst_range = RowRange(row), RowRange(pair.row)
             return geometry.plan_row(src, pair.remote, src_range, dst_range, size=src.stride, layers=layers)
 
-        span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
-        )
+        op = TransferOp(call.name, local, plan, deadline, call.what, span, push=True, consumes=True)
+        span.nbytes = engine.initiator.run(op)
 
 
 def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
@@ -346,9 +331,8 @@ def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList
         def plan(pair: CachePair) -> Plan:
             return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
 
-        span.nbytes = engine.initiator.run(
-            TransferOp(call.name, local, plan, deadline, call.what, push=True, consumes=True, span=span)
-        )
+        op = TransferOp(call.name, local, plan, deadline, call.what, span, push=True, consumes=True)
+        span.nbytes = engine.initiator.run(op)
 
 
 class LayerwiseArguments:
@@ -370,9 +354,8 @@ class LayerwiseArguments:
         self.size = check_uint64("dst_block_memory_size", dst_block_memory_size) if given else 0
         if self.src is not None:
             if self.dst is None:
-                raise ParamError(
-                    "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported"
-                )
+                text = "src_block_indices without dst_block_indices: transfer from blocks to cache is not supported"
+                raise ParamError(text)
             arguments.equal_lengths(self.src, self.dst, ("src_block_indices", "dst_block_indices"))
         check_rule(
             given or self.dst is None or self.src is not None,
@@ -381,7 +364,7 @@ class LayerwiseArguments:
         abstract: type = LayerSynchronizer
         self.synchronizer: LayerSynchronizer = check_type("layer_synchronizer", layer_synchronizer, abstract)
         kind: type[Config] = TransferWithCacheKeyConfig if by_key else TransferConfig
-        self.configs = check_list("transfer_configs", transfer_configs, kind, tuple_ok=True)
+        self.configs = check_list("transfer_configs", transfer_configs, kind)
         check_rule(
             self.dst is not None or self.size == 0,
             f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",
@@ -433,9 +416,7 @@ def start_transfer(
     return engine.tasks.start(job)
 
 
-def _delivery(
-    engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int
-) -> KeyDelivery | AddressDelivery:
+def _delivery(engine: Engine, entry: Entry, given: LayerwiseArguments, layers: range, i: int) -> Delivery:
     config = given.configs[i]
     wanted = layers if config.src_layer_range is None else config.src_layer_range
     check_rule(
@@ -443,15 +424,14 @@ def _delivery(
         f"transfer_configs[{i}].src_layer_range={wanted}: the source has {layers.stop} layers of two tensors",
     )
     cut, timeout_ms = given.cut(entry.geometry, config.src_batch_index), engine.options.sync_kv_timeout_ms
-    source = Source(entry, cut, engine.initiator, engine.locator, engine.meters, timeout_ms)
+    common = engine.initiator, engine.meters, timeout_ms, entry, cut, config.dst_cluster_id, wanted
     if isinstance(config, TransferWithCacheKeyConfig):
         config.check_lengths()
-        name = arguments.remote_name(config.cache_key, None)
-        return KeyDelivery(source, name, wanted, config.dst_layer_range)
+        return KeyDelivery(*common, arguments.remote_name(config.cache_key, None), config.dst_layer_range)
     addresses = tuple(config.dst_addrs)
     needed = TENSORS_PER_LAYER * len(wanted)
     check_rule(
         len(addresses) == needed,
         f"transfer_configs[{i}].dst_addrs has {len(addresses)} addresses: two per layer are needed, so {needed}",
     )
-    return AddressDelivery(source, config.dst_cluster_id, addresses, wanted)
+    return AddressDelivery(*common, addresses)

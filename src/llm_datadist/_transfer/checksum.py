@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
+from llm_datadist._checks import check_rule
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
 from llm_datadist._native import CopyPool, Plan, surviving
-from llm_datadist._native.plan import DIGEST_BYTES, NONCE_BYTES, PlanSide, digest, split_plan
+from llm_datadist._native.plan import NONCE_BYTES, PlanSide, digest, split_plan
 from llm_datadist._threads import Threads
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
@@ -36,23 +37,17 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transfer.resolution import Resolution
 
-MAX_QUESTION_BYTES: Final = 64 << 20
-"""Bytes of memory of one question: some 10 ms, during which questions of other peers wait."""
-MAX_QUESTION_TENSORS: Final = 1 << 15
-"""Tensors of one question; twice their digests fit a frame."""
+MAX_QUESTION_BYTES: Final = 64 << 20  # of memory: some 10 ms, during which questions of other peers wait
+MAX_QUESTION_TENSORS: Final = 1 << 15  # of one question; twice their digests fit a frame
 
-#: Pieces, about, per question of the search for the first difference.
-_PIECES: Final = 1024
+_PIECES: Final = 1024  # about, per question of the search for the first difference
 #: Runs of one question; :func:`_split_runs` may double them and add the pieces.
 _MAX_RUNS: Final = MAX_VERIFY_RUNS // 2 - _PIECES
-#: Precision of the search in a row.
-_ROW_PIECE_BYTES: Final = 4096
-#: Seconds between questions to a busy peer, at first and at most.
-_FIRST_PAUSE: Final = 0.001
+_ROW_PIECE_BYTES: Final = 4096  # precision of the search in a row
+_FIRST_PAUSE: Final = 0.001  # seconds between questions to a busy peer, at first and at most
 _LONGEST_PAUSE: Final = 0.05
 
-#: Waiting questions of one peer, and their bytes; beyond, the answer is LLM_LINK_BUSY.
-_MAX_WAITING: Final = 256
+_MAX_WAITING: Final = 256  # questions of one peer, and their bytes; beyond, the answer is LLM_LINK_BUSY
 _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_BUDGET_MS: Final = 24 * 3600 * 1000
 
@@ -89,13 +84,9 @@ class Comparison:
                 if not differing:
                     raise
                 break  # a known difference is the answer
+            size = part.nbytes // part.count
             for i in np.flatnonzero(~same).tolist():
-                one = part.replace(
-                    dst_first=part.dst_first + i,
-                    src_first=part.src_first + i,
-                    count=1,
-                    nbytes=part.nbytes // part.count,
-                )
+                one = part.replace(dst_first=part.dst_first + i, src_first=part.src_first + i, count=1, nbytes=size)
                 differing.setdefault(self._first(one, here=False), one)
         if differing:
             raise self._mismatch(plan, differing)
@@ -118,7 +109,7 @@ class Comparison:
                 id=number,
                 cache_id=self.remote.cache_id,
                 pin=self.remote.pin,
-                guards=list(self.remote.guards),
+                guards=self.remote.guards,
                 push=self.push,
                 extent=self.remote.geometry.tensor_bytes,
                 first=self._first(part, here=False),
@@ -136,21 +127,19 @@ class Comparison:
         answer = self._ask(build, digest_ours)
         if not isinstance(answer, Verified):
             raise ProtocolError(f"{self.what}: {self.link.peer} answered a Verify with {type(answer).__name__}")
-        expected = ours[0].shape[0] * ours[0].shape[1] * DIGEST_BYTES
-        if len(answer.digests) != expected:
-            raise ProtocolError(
-                f"{self.what}: {self.link.peer} sent {len(answer.digests)} bytes of digests, {expected} were asked for"
-            )
+        sent, expected = len(answer.digests), ours[0].nbytes
+        if sent != expected:
+            text = f"{self.link.peer} sent {sent} bytes of digests, {expected} were asked for"
+            raise ProtocolError(f"{self.what}: {text}")
         theirs = np.frombuffer(answer.digests, "<u8").reshape(ours[0].shape)
         agree: NDArray[np.bool_] = (ours[0] == theirs).all(axis=2)
         return agree
 
     def _digest(self, part: Plan, nonce: bytes, *, each_run: bool) -> NDArray[np.uint64]:
-        end = PlanSide(part, self.local.storage.tensors, is_dst=not self.push)
-        deadline = self.deadline
+        end, deadline = PlanSide(part, self.local.storage.tensors, is_dst=not self.push), self.deadline
         found = digest(end, self.pool, deadline.expires_ns, nonce, each_run=each_run, cancelled=deadline.cancelled)
         if found is None:
-            raise self.deadline.error(f"{self.what}: verifying", "verify", self.link.peer.cluster_id)
+            raise deadline.error(f"{self.what}: verifying", "verify", self.link.peer.cluster_id)
         return found
 
     def _mismatch(self, plan: Plan, differing: dict[int, Plan]) -> ChecksumMismatch:
@@ -223,7 +212,7 @@ class Comparison:
         """Return the error of a refusal; drop cached resolutions, which may be outdated."""
         self.link.caches.cached.clear()
         code = failure.status_code
-        if code in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        if code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
             code = LLMStatusCode.LLM_FAILED
         text = " ".join(f"{self.what}: {self.link.peer} could not confirm the bytes: {failure}".splitlines())
         return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
@@ -231,10 +220,8 @@ class Comparison:
 
 def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:
     """Split runs where offsets in ``column`` are multiples of ``unit``."""
+    runs, step = runs[runs[:, 2] > 0], np.uint64(unit)
     at, length = runs[:, column], runs[:, 2]
-    held = length > 0
-    at, length, runs = at[held], length[held], runs[held]
-    step = np.uint64(unit)
     pieces = ((at + length - np.uint64(1)) // step - at // step + np.uint64(1)).astype(np.int64)
     of = np.repeat(np.arange(len(runs)), pieces)  # piece -> its run
     nth = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)).astype(np.uint64)
@@ -263,27 +250,18 @@ class ChecksumTarget:
 
     def on_verify(self, link: Link, message: Verify) -> None:
         expires_ns = time.monotonic_ns() + min(message.budget_ms, _MAX_BUDGET_MS) * 1_000_000
-        with self._lock:
-            queue = self.queues.setdefault(link, deque())
-            nbytes = sum(len(waiting.runs) for waiting, _ in queue)
-            full = len(queue) >= _MAX_WAITING or nbytes >= _MAX_WAITING_BYTES
-            if not full:
-                queue.append((message, expires_ns))
-        if full:
-            text = f"{_MAX_WAITING} checksums of this peer, or {_MAX_WAITING_BYTES} bytes of them, wait already"
-            link.tell(Failed(message.id, int(LLMStatusCode.LLM_LINK_BUSY), text))
-            return
         try:
-            self.thread.submit(self._serve)
-        except RuntimeError as error:
             with self._lock:
-                if self.queues.get(link) is queue:
-                    queue.pop()
-                    if not queue:
-                        del self.queues[link]
-            closed = not isinstance(error, LLMException)  # the link is about to end
-            code = LLMStatusCode.LLM_ENGINE_FINALIZED if closed else LLMStatusCode.LLM_FAILED
-            link.tell(Failed(message.id, int(code), str(error)))
+                waiting = self.queues.get(link, ())
+                if len(waiting) >= _MAX_WAITING or sum(len(each.runs) for each, _ in waiting) >= _MAX_WAITING_BYTES:
+                    text = f"{_MAX_WAITING} checksums of this peer, or {_MAX_WAITING_BYTES} bytes of them, wait already"
+                    raise LLMException(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+                self.thread.submit(self._serve)  # first, because it may raise; the thread waits for the lock
+                self.queues.setdefault(link, deque()).append((message, expires_ns))
+        except LLMException as error:
+            link.tell(failed(message.id, error))
+        except RuntimeError as error:  # finalize: the link is about to end
+            link.tell(Failed(message.id, int(LLMStatusCode.LLM_ENGINE_FINALIZED), str(error)))
 
     def drop_peer(self, link: Link) -> None:
         with self._lock:
@@ -299,9 +277,9 @@ class ChecksumTarget:
         with self._lock:
             if not self.queues:
                 return  # the link of the question has ended
-            link, queue = next(iter(self.queues.items()))
+            link = next(iter(self.queues))
+            queue = self.queues.pop(link)
             question, expires_ns = queue.popleft()
-            del self.queues[link]
             if queue:
                 self.queues[link] = queue  # behind the others
         try:
@@ -335,10 +313,8 @@ class ChecksumTarget:
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
-        load = self._store.exports.guards.load
-        named = ((each.slot, each.generation) for each in question.guards)
-        for slot, generation in ((entry.guard.slot, entry.guard.generation), *named):
-            if load(slot) != generation:
+        for each in (entry.guard, *question.guards):
+            if self._store.exports.guards.load(each.slot) != each.generation:
                 raise TransferFailed(f"verify: cache {entry.cache_id} was freed, rebound or unregistered meanwhile")
 
 
@@ -349,8 +325,7 @@ def _question_plan(entry: Entry, question: Verify) -> Plan:
         raise ParamError(f"verify: extent={question.extent}: the tensors have {geometry.tensor_bytes} bytes")
     if not 1 <= count <= (1 if question.each_run else MAX_QUESTION_TENSORS):
         raise ParamError(f"verify: count={count}: one question is about 1 to {MAX_QUESTION_TENSORS} tensors")
-    if len(question.runs) % 16:
-        raise ParamError(f"verify: runs of {len(question.runs)} bytes are no pairs of uint64")
+    check_rule(len(question.runs) % 16 == 0, f"verify: runs of {len(question.runs)} bytes are no pairs of uint64")
     spans = np.frombuffer(question.runs, "<u8").reshape(-1, 2)
     # Lengths first, because their sum could wrap.
     longest = int(spans[:, 1].max(initial=0))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,21 +21,21 @@ from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import Endpoint, bind
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.manager import LinkHooks, LinkManager
+from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._statistics_page import StatisticsPage
+from llm_datadist._transfer import wire
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.addresses import LocateTarget, Locator
+from llm_datadist._transfer.addresses import LocateTarget
 from llm_datadist._transfer.checksum import ChecksumTarget
-from llm_datadist._transfer.grants import GrantClaims, Grants
+from llm_datadist._transfer.grants import Grants, on_late_claim
 from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
-from llm_datadist._transfer.target import MoveTarget, Target
-from llm_datadist._transfer.wire import LinkWire, on_ask, on_late_answer, on_sockets_dropped
+from llm_datadist._transfer.target import Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport.registry import Transports
 from llm_datadist._transport.transport import Context
@@ -80,51 +80,34 @@ class Engine:
         if options.listen is not None:
             options.check_reach(LISTEN, options.listen[0])
         self._credentials = None if options.credentials is None else Credentials(options.credentials)
-        # The port before the parts, because it may be busy.
-        listening = bind(options.listen) if options.listen is not None else None
         with ExitStack() as undo:
-            if listening is not None:
-                undo.callback(listening.close)
-            self.store = CacheStore(options, device, HostDevice(), incarnation)
-            undo.callback(self.store.close)
+            own = undo.enter_context
+            # The port before the parts, because it may be busy.
+            listening = None if options.listen is None else own(closing(bind(options.listen)))
+            self.store = own(closing(CacheStore(options, device, HostDevice(), incarnation)))
             threads = options.copy_threads or _native.usable_cpus()
-            self._copy_pool = _native.CopyPool(threads) if threads > 1 else None
-            if self._copy_pool is not None:
-                undo.callback(self._copy_pool.close)
+            self._copy_pool = own(closing(_native.CopyPool(threads))) if threads > 1 else None
             self._access = access = AccessPolicy(self.store, options.peer_policy)
-            self.swap = SwapEngine(device)
-            undo.callback(self.swap.close)
+            self.swap = own(closing(SwapEngine(device)))
             self.local = LocalCopies(self.store, self.swap, self._copy_pool)
             self.page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
             if self.page is not None:
                 undo.callback(self.page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = Grants(self.cluster_id, self.store, access, self._call_at)
-            undo.callback(self.grants.close)
+            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at)))
             self.store.freed = self.grants.drop_cache
-            self.checksums = ChecksumTarget(self.store, access, self._copy_pool)
-            undo.callback(self.checksums.close)
+            self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
             self.target = Target(self.store, access)
-            owner = MoveTarget(self.store, access)
-            self.transports = Transports(Context(options, self.store.exports, owner, LinkWire()))
-            undo.callback(self.transports.close)
+            self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))
             self.store.quiesce = self._quiesce
             # Joined after the links have ended, which ends what the threads wait for.
-            self.workers = Workers()
-            undo.callback(self.workers.close)
+            self.workers = own(closing(Workers()))
             self.tasks = Tasks(options.sync_kv_timeout_ms)
             undo.callback(self.tasks.join)
             self.links = self._make_links()
             undo.callback(self.links.stop, "finalized")
-            self.initiator = Initiator(
-                self.links,
-                self._copy_pool,
-                checksum=options.checksum,
-                strict=options.strict_types,
-            )
-            self.locator = Locator(self.links)
-            self.claims = GrantClaims(self.links)
+            self.initiator = Initiator(self.links, self._copy_pool, options.checksum, options.strict_types)
             undo.callback(self.tasks.stop)
             undo.callback(self.workers.stop)
             self._control.start()
@@ -135,14 +118,14 @@ class Engine:
                 self._control.call(self.page.start, self._control.loop)
                 undo.callback(self._control.call, self.page.stop)
             self._undo = undo.pop_all()
-        _warn_if_open(self.links.listen_address, self._credentials)
+        self._warn_if_open()
 
     def deadline(self) -> Deadline:
         return Deadline(self.options.sync_kv_timeout_ms)
 
     def _quiesce(self, storage: Storage) -> None:
         """Stop transports from using memory whose guards have advanced."""
-        self.transports.quiesce(storage.tag, storage.tensors.bases if storage.private else None)
+        self.transports.quiesce(storage.tag, storage.tensors.bases if storage.non_pool else None)
 
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # finalized, which ends all grants
@@ -155,31 +138,25 @@ class Engine:
             messages.Resolved: self.target.on_late_answer,
             messages.Release: self.target.on_release,
             messages.Consumed: self.target.on_consumed,
-            messages.SocketsDropped: on_sockets_dropped,
-            messages.TransportAsk: on_ask,
-            messages.TransportSaid: on_late_answer,
+            messages.SocketsDropped: wire.on_sockets_dropped,
+            messages.TransportAsk: wire.on_ask,
+            messages.TransportSaid: wire.on_late_answer,
             messages.Verify: self.checksums.on_verify,
             messages.Claim: self.grants.on_claim,
-            messages.Claimed: GrantClaims.on_late_claim,
+            messages.Claimed: on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
             messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
-        return LinkManager(
-            self._control,
-            Endpoint(
-                self.cluster_id,
-                options.remote_accessible,
-                self.store.exports,
-                self.transports,
-                credentials=self._credentials,
-                check_reach=partial(options.check_reach, "link"),
-                rules=self._access,
-            ),
-            LinkHooks(handlers, self._on_link_end, self._on_tick),
-            peer_timeout=options.peer_timeout,
-            max_links=options.max_links,
-            max_link_age=options.max_link_age,
+        endpoint = Endpoint(
+            self.cluster_id,
+            options.remote_accessible,
+            self.transports,
+            self._credentials,
+            check_reach=partial(options.check_reach, "link"),
+            require_link=self._access.require_link,
+            offered_to=self._access.offered_to,
         )
+        return LinkManager(self._control, endpoint, options, handlers, self._on_link_end, self._on_tick)
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
         table = RankTable.parse(rank_table)
@@ -225,7 +202,7 @@ class Engine:
             except StateError:
                 listening.close()
                 raise
-        _warn_if_open(self.links.listen_address, self._credentials)
+        self._warn_if_open()
 
     def _listen_in_place(self, wanted: tuple[str, int], now: tuple[str, int]) -> None:
         """Close the old listener, then bind the new address, which conflicts on the same port.
@@ -248,6 +225,15 @@ class Engine:
             raise
         self.links.listen(listening, even_if_linked=True)
 
+    def _warn_if_open(self) -> None:
+        address = self.links.listen_address
+        if self._credentials is None and address is not None and not is_loopback(address[0]):  # llm.Insecure
+            logger.warning(
+                "listening on %s without authentication: any process that reaches this port can read, and may write, "
+                "published caches",
+                show_address(address),
+            )
+
     def close(self) -> None:
         """Close all parts in reverse order without telling peers (interface §3.2). Idempotent."""
         if not self.alive:
@@ -264,9 +250,8 @@ class Engine:
         self.transports.abandon()
 
     def _on_link_end(self, link: Link) -> None:
-        self.target.drop_peer(link)
-        self.checksums.drop_peer(link)
-        self.grants.drop_peer(link)
+        for part in (self.target, self.checksums, self.grants):
+            part.drop_peer(link)
         self.store.sweep()
 
     def _on_tick(self, now: float) -> None:
@@ -302,12 +287,3 @@ class Engine:
         self.store.check_integrity()
         self.links.check_integrity()
         self.grants.check_integrity()
-
-
-def _warn_if_open(address: tuple[str, int] | None, credentials: Credentials | None) -> None:
-    if credentials is None and address is not None and not is_loopback(address[0]):  # llm.Insecure
-        logger.warning(
-            "listening on %s without authentication: any process that reaches this port can read, and may write, "
-            "published caches",
-            show_address(address),
-        )

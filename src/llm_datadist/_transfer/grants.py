@@ -1,4 +1,4 @@
-"""Grants at the owner (:class:`Grants`), and claims at readers (:class:`GrantClaims`).
+"""Grants at the owner (:class:`Grants`), and claims at readers (:func:`claim_grant`).
 
 A claim names a token. It waits for its grant at most as long as its reader; if the grant has ended, ``ClaimOver`` says
 why. ``ClaimEnded`` ends a claim. The end of a link ends every grant claimed and not released over it.
@@ -18,12 +18,12 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import HERE, check_rule, check_type, require_process
+from llm_datadist._checks import HERE, check_rule, check_type, require_intact, require_process
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, parse_indices
@@ -54,19 +54,13 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Message
     from llm_datadist._transfer.access import AccessPolicy
 
-EndReason = Literal[
-    "released by its readers", "revoked", "its time was over", "a reader was lost", "its cache was freed", "finalized"
-]
+#: Reasons of an end, beside those of ``types/grant.py``.
 _REVOKED: Final = "revoked"
-_FREED: Final = "its cache was freed"
 _FINALIZED: Final = "finalized"
 
-#: Waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY.
-_MAX_WAITING: Final = 4096
-#: Longest wait of a claim.
-_MAX_WAIT_S: Final = 24 * 3600.0
-#: Ended grants remembered, so that their claims do not wait.
-_MAX_ENDED: Final = 1 << 16
+_MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
+_MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
+_MAX_ENDED: Final = 1 << 16  # ended grants remembered, so that their claims do not wait
 
 
 def check_token(token: object) -> bytes:
@@ -128,9 +122,8 @@ class Grants:
         self._expiries: list[tuple[float, bytes]] = []
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
-        self._claimed: dict[Link, set[bytes]] = {}  # tokens of claims not released
-        self._ended: dict[bytes, tuple[EndReason, float]] = {}  # reason and monotonic time; oldest first
-        self._ends: Counter[EndReason] = Counter()
+        self._ended: dict[bytes, tuple[str, float]] = {}  # reason and monotonic time; oldest first
+        self._ends: Counter[str] = Counter()
         self._closed = False
 
     def __str__(self) -> str:
@@ -199,9 +192,8 @@ class Grants:
         with self._lock:
             given = self._given.get(grant.token)
             if given is None:
-                raise StateError(
-                    f"renew: {grant!r} has ended: {self._ended.get(grant.token, (state_of(grant).end,))[0]}"
-                )
+                why = self._ended.get(grant.token, (state_of(grant).end,))[0]
+                raise StateError(f"renew: {grant!r} has ended: {why}")
             given.until = until
             if until < given.looked_at:  # the scheduled look finds a longer time
                 given.looked_at = until
@@ -234,7 +226,7 @@ class Grants:
         with self._lock:
             return GrantStatistics(
                 active=len(self._given),
-                claimed=sum(map(len, self._claimed.values())),
+                claimed=sum(len(given.claims) for given in self._given.values()),
                 waiting=self._waiting_of.total(),
                 released=self._ends[RELEASED],
                 expired=self._ends[EXPIRED],
@@ -246,24 +238,21 @@ class Grants:
         token = message.token
         try:
             self._policy.require_move(link, push=False)
-        except ParamError as denied:
-            link.tell(failed(message.id, denied))
-            return
-        with self._lock:
-            answer: Message | None = None
-            if token in self._given or token in self._ended or self._closed:
-                answer = self._claim(link, message)
-            elif not message.budget_ms:
-                answer = failed(message.id, DeadlineExceeded("no such grant is known there yet"))
-            elif self._waiting_of[link] >= _MAX_WAITING:
-                error = LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
-                answer = failed(message.id, error)
-            else:
-                until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
-                self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
-                self._waiting_of[link] += 1
-        if answer is not None:
-            link.tell(answer)
+            with self._lock:
+                if token in self._given or token in self._ended or self._closed:
+                    answer = self._claim(link, message)
+                elif not message.budget_ms:
+                    raise DeadlineExceeded("no such grant is known there yet")
+                elif self._waiting_of[link] >= _MAX_WAITING:
+                    raise LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
+                else:
+                    until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
+                    self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
+                    self._waiting_of[link] += 1
+                    return
+        except LLMException as refusal:
+            answer = failed(message.id, refusal)
+        link.tell(answer)
 
     def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: answer a claim of an active or ended grant."""
@@ -286,12 +275,10 @@ class Grants:
             return failed(number, CacheNotFound(f"the grant has all of its readers already: {readers}"))
         data = given.grant.to_bytes()
         if len(data) > MAX_GRANT:
-            return failed(
-                number, ParamError(f"the grant has {len(given.grant.blocks)} blocks, too many for one message")
-            )
+            text = f"the grant has {len(given.grant.blocks)} blocks, too many for one message"
+            return failed(number, ParamError(text))
         given.readers = readers
         given.claims.add(link)
-        self._claimed.setdefault(link, set()).add(token)
         return Claimed(number, data)
 
     def on_claim_ended(self, link: Link, message: ClaimEnded) -> None:
@@ -300,7 +287,7 @@ class Grants:
             given = self._given.get(message.token)
             if given is None or link not in given.claims:
                 return  # the grant has ended
-            self._forget_claim(link, given)
+            given.claims.discard(link)
             given.releases += message.released
             over = given.releases >= given.readers > 0
         if over:
@@ -312,7 +299,7 @@ class Grants:
             if self._waiting_of[link]:
                 self._drop_waiting(lambda claim: claim.link is link, list(self._waiting))
             del self._waiting_of[link]
-            tokens = list(self._claimed.get(link, ()))
+            tokens = [token for token, given in self._given.items() if link in given.claims]
         for token in tokens:
             self._end(token, READER_LOST)
 
@@ -320,7 +307,7 @@ class Grants:
         with self._lock:
             tokens = [token for token, given in self._given.items() if given.entry is entry]
         for token in tokens:
-            self._end(token, _FREED)
+            self._end(token, "its cache was freed")
 
     def expire_claims(self, now: float) -> None:
         with self._lock:
@@ -328,11 +315,8 @@ class Grants:
 
     def check_integrity(self) -> None:
         with self._lock:
-            taken = {(link, shown(token)) for token, given in self._given.items() for link in given.claims}
-            held = {(link, shown(token)) for link, tokens in self._claimed.items() for token in tokens}
             waiting = Counter(claim.link for claims in self._waiting.values() for claim in claims)
-            if taken != held or waiting != self._waiting_of:
-                raise AssertionError(f"grants: claims {taken} and {held}, waiting {waiting} and {self._waiting_of}")
+            require_intact(waiting == self._waiting_of, f"grants: waiting {waiting} and {self._waiting_of}")
 
     def _drop_waiting(self, over: Callable[[_Waiting], bool], tokens: Iterable[bytes]) -> list[_Waiting]:
         """Under the lock: drop and return claims that are ``over``."""
@@ -345,22 +329,12 @@ class Grants:
         self._waiting_of.subtract(each.link for each in dropped)
         return dropped
 
-    def _forget_claim(self, link: Link, given: _ActiveGrant) -> None:
-        """Under the lock."""
-        given.claims.discard(link)
-        tokens = self._claimed[link]
-        tokens.discard(given.grant.token)
-        if not tokens:
-            del self._claimed[link]
-
-    def _end(self, token: bytes, why: EndReason) -> None:
+    def _end(self, token: bytes, why: str) -> None:
         """End a grant. On return its guard has advanced, unless another thread is ending it."""
         with self._lock:
             given = self._given.pop(token, None)
             if given is None:
                 return
-            for link in list(given.claims):
-                self._forget_claim(link, given)
             self._ended[token] = why, time.monotonic()
             self._ends[why] += 1
             while len(self._ended) > _MAX_ENDED:
@@ -392,60 +366,55 @@ class Grants:
             self._call_at(following, self._expire)
 
 
-class GrantClaims:
-    """Claims at the reader. Threads: any."""
+def claim_grant(
+    links: LinkManager, cluster_id: int, token: bytes, readers: int, deadline: Deadline, *, wait: bool
+) -> Grant:
+    """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`. Threads: any."""
+    what = f"claim_grant: grant {shown(token)} of cluster {cluster_id}"
+    unknown = f"{what}: no such grant is known there yet"
 
-    def __init__(self, links: LinkManager) -> None:
-        self._links = links
-
-    def claim(self, cluster_id: int, token: bytes, readers: int, deadline: Deadline, *, wait: bool = True) -> Grant:
-        """Return the peer's grant. Errors as :meth:`CacheManager.claim_grant`."""
-        link, what = self._links.get(cluster_id), f"claim_grant: grant {shown(token)} of cluster {cluster_id}"
-
-        def ask(of: str, budget_ms: int) -> Message | None:
-            """Return None if no such grant exists yet."""
-            try:
-                return link.request(lambda number: Claim(number, token, readers, budget_ms), deadline, of, "claim")
-            except RemoteFailure as failure:
-                if failure.status_code is LLMStatusCode.LLM_TIMEOUT:
-                    return None
-                raise failure.typed(what) from failure
-
-        unknown = f"{what}: no such grant is known there yet"
-        with link:
-            if (answer := ask(what, 0)) is None and wait:
-                answer = ask(f"{unknown}; waiting for it", deadline.remaining_ms())
-        if answer is None:
-            raise DeadlineExceeded(unknown, peer=cluster_id, phase="claim")
-        if isinstance(answer, ClaimOver):
-            raise _over(link, what, answer)
-        if not isinstance(answer, Claimed):
-            raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
+    def ask(of: str, budget_ms: int) -> Message | None:
+        """Return None if no such grant exists yet."""
         try:
-            grant = Grant.from_bytes(answer.grant)
-        except ParamError as error:
-            raise ProtocolError(f"{what}: {link.peer}: {error}") from error
-        peer = link.peer
-        if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
-            raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
-        state_of(grant).reader = _Reader(link)
-        return grant
+            return link.request(lambda number: Claim(number, token, readers, budget_ms), deadline, of, "claim")
+        except RemoteFailure as failure:
+            if failure.status_code is LLMStatusCode.LLM_TIMEOUT:
+                return None
+            raise failure.typed(what) from failure
 
-    @staticmethod
-    def give_back(grant: Grant) -> None:
-        """Undo a claim: another reader may have the grant."""
-        reader = state_of(grant).reader
-        if isinstance(reader, _Reader) and reader.link is not None:
-            reader.link.tell(ClaimEnded(grant.token, released=False))
+    with links.get(cluster_id) as link:
+        if (answer := ask(what, 0)) is None and wait:
+            answer = ask(f"{unknown}; waiting for it", deadline.remaining_ms())
+    if answer is None:
+        raise DeadlineExceeded(unknown, peer=cluster_id, phase="claim")
+    if isinstance(answer, ClaimOver):
+        raise _over(link, what, answer)
+    if not isinstance(answer, Claimed):
+        raise ProtocolError(f"{what}: {link.peer} answered a Claim with {type(answer).__name__}")
+    grant, peer = _claimed(answer, f"{what}: {link.peer}"), link.peer
+    if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
+        raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
+    state_of(grant).reader = _Reader(link)
+    return grant
 
-    @staticmethod
-    def on_late_claim(link: Link, message: Claimed) -> None:
-        """Undo a claim whose answer came after its caller had given up."""
-        try:
-            grant = Grant.from_bytes(message.grant)
-        except ParamError as error:
-            raise ProtocolError(f"the peer sent a Claimed without a grant: {error}") from error
-        link.tell(ClaimEnded(grant.token, released=False))
+
+def _claimed(answer: Claimed, what: str) -> Grant:
+    try:
+        return Grant.from_bytes(answer.grant)
+    except ParamError as error:
+        raise ProtocolError(f"{what}: {error}") from error
+
+
+def give_back(grant: Grant) -> None:
+    """Undo a claim: another reader may have the grant."""
+    reader = state_of(grant).reader
+    if isinstance(reader, _Reader) and reader.link is not None:
+        reader.link.tell(ClaimEnded(grant.token, released=False))
+
+
+def on_late_claim(link: Link, message: Claimed) -> None:
+    """Undo a claim whose answer came after its caller had given up."""
+    link.tell(ClaimEnded(_claimed(message, "the peer sent a Claimed without a grant").token, released=False))
 
 
 def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantEnded | None:

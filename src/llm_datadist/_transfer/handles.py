@@ -1,8 +1,8 @@
-"""Handles: names by which the owner (:class:`~.target.MoveTarget`) finds the memory of a move request."""
+"""Handles: names by which the owner (:class:`~.target.Target`) finds the memory of a move request."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -10,11 +10,6 @@ from llm_datadist._cache.geometry import Geometry  # noqa: TC001 (msgspec evalua
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.messages import U64, Guarded, Id  # noqa: TC001 (as above)
 from llm_datadist.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from llm_datadist._cache.registry import Key
 
 _MAX_GUARDS: Final = 8
 
@@ -41,16 +36,8 @@ class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     reported: Id
 
 
-_encoder: Final = msgspec.msgpack.Encoder()
+encode_handle: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(Handle | KeyHandle)
-
-
-def encode_handle(cache_id: int, pin: int, guards: Sequence[Guarded]) -> bytes:
-    return _encoder.encode(Handle(cache_id, pin, list(guards)))
-
-
-def encode_key_handle(key: Key, geometry: Geometry, pin: int, budget_ms: int, reported: int) -> bytes:
-    return _encoder.encode(KeyHandle(key, geometry, pin, budget_ms, reported))
 
 
 def decode_handle(data: bytes) -> Handle | KeyHandle:

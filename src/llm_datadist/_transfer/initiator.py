@@ -6,18 +6,21 @@ After a failure the addressed bytes at the destination are undefined, all others
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
+from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._log import logger
-from llm_datadist._native import CopyPool, Plan, steps
+from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
-from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, predict, with_grant
+from llm_datadist._transfer.handles import KeyHandle, encode_handle
+from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._memory.write_intents import WriteIntent
+    from llm_datadist._native import CopyPool, Timer
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
 
@@ -46,16 +50,8 @@ MakePlan = Callable[[CachePair], Plan]
 
 #: One may have an outdated resolution. The others are for sockets that another transfer's timeout breaks.
 _ATTEMPTS: Final = 4
-#: Wait for the reply to a ping sent after a transfer timeout.
-_ANSWER_MS: Final = 200
-#: Cached resolutions per link, predicted ones, and pairs of caches in warnings.
-_MAX_CACHED: Final = 65536
-
-
-class Span(Protocol):
-    """Receiver of the transport's name, see :meth:`Meters.span`."""
-
-    transport: str
+_ANSWER_MS: Final = 200  # wait for the reply to a ping sent after a transfer timeout
+_MAX_CACHED: Final = 65536  # resolutions per link, predicted ones, and pairs of caches in warnings
 
 
 class PushDestination(msgspec.Struct, eq=False):
@@ -98,54 +94,43 @@ class TransferOp(msgspec.Struct, eq=False):
     make_plan: MakePlan  # may raise ParamError
     deadline: Deadline
     what: str
+    span: Timer  # gets the transport's name
     push: bool = False
     consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
     grant: Grant | None = None  # must be active until the last byte
-    destination: PushDestination | None = None  # shared by the parts of a push
-    span: Span | None = None
+    destination: PushDestination | None = None  # of a push, shared by its parts
 
     def __str__(self) -> str:
         return f"{self.what}: resolving {self.name}"
 
 
+@dataclass(frozen=True, slots=True)
 class Initiator:
     """Execution of pulls and pushes. Threads: any; stateless."""
 
-    def __init__(
-        self,
-        links: LinkManager,
-        pool: CopyPool | None,
-        *,
-        checksum: bool,
-        strict: bool,
-    ) -> None:
-        self._links = links
-        self._pool = pool
-        self._checksum = checksum
-        self._strict = strict
+    links: LinkManager
+    pool: CopyPool | None
+    checksum: bool
+    strict: bool
 
     def run(self, op: TransferOp) -> int:
         """Execute ``op``; return the bytes moved. Errors as :meth:`CacheManager.pull_cache`."""
+        if op.push and op.destination is None:
+            op.destination = PushDestination()  # no attempt may continue a broken one elsewhere
         try:
-            return self._run(op)
+            if steps.watch is not None:
+                steps.watch("link", self)
+            with self.links.get(op.name.cluster_id) as link:
+                try:
+                    return self._run_over(link, op)
+                except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
+                    if op.grant is None or (ended := why_ended(link, op.grant, op.what, op.deadline)) is None:
+                        raise
+                    raise ended from error
         except MemoryError as error:
             if isinstance(error, LLMException):
                 raise
             raise out_of_memory(op.what, error) from error
-
-    def _run(self, op: TransferOp) -> int:
-        if steps.watch is not None:
-            steps.watch("link", self)
-        link = self._links.get(op.name.cluster_id)
-        if op.push and op.destination is None:
-            op.destination = PushDestination()  # no attempt may continue a broken one elsewhere
-        with link:
-            try:
-                return self._run_over(link, op)
-            except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
-                if op.grant is None or (ended := why_ended(link, op.grant, op.what, op.deadline)) is None:
-                    raise
-                raise ended from error
 
     def _run_over(self, link: Link, op: TransferOp) -> int:
         key = op.name, op.push
@@ -198,15 +183,16 @@ class Initiator:
             op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
             remote = with_grant(remote, op.grant, link, op.what)
+        able = link.connection.capabilities
         # Before the guards are compared, because the owner waits for announced copies only.
-        intent = _announce(link, op, remote) if op.push or link.connection.capabilities.announces_reads else None
+        intent = _announce(link, op, remote) if op.push or able.announces_reads else None
         try:
             # Before the plan, which may not fit an outdated resolution.
             if not _current(link, op, remote):
                 return None
             pair = remote.pair
             if first := pair is None or pair.cache_id != op.local.cache_id:
-                comparable = link.connection.capabilities.same_addresses or not remote.tensors.private
+                comparable = able.same_addresses or not remote.tensors.private
                 same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
                 pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
             if steps.watch is not None:
@@ -226,20 +212,16 @@ class Initiator:
         finally:
             if intent is not None:
                 intent.end()
-        if self._checksum:  # before the report, which ends the pin
-            same_memory = pair.same_memory
-            comparison = Comparison(link, op.local, remote, op.push, same_memory, op.deadline, op.what, self._pool)
-            comparison.verify(plan)
-        elif (
-            remote.pin and link.connection.capabilities.remote_guards and not remote.predicted and is_one_request(plan)
-        ):
+        if self.checksum:  # before the report, which ends the pin
+            Comparison(link, op.local, remote, op.push, pair.same_memory, op.deadline, op.what, self.pool).verify(plan)
+        elif remote.pin and able.remote_guards and not remote.predicted and is_one_request(plan):
             keep(link.caches.predicted, op.local.geometry, remote, _MAX_CACHED)
         return plan
 
     def _find_unlike(self, link: Link, op: TransferOp, remote: Resolution, difference: str) -> None:
         """Warn once for each pair of caches; CacheMismatch with ``llm.StrictTypes``."""
         text = f"{op.what}: {op.name} and cache {op.local.cache_id} here: {difference}"
-        if self._strict:
+        if self.strict:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
         known, mark = link.caches.unlike, object()
         if len(known) < _MAX_CACHED and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
@@ -250,8 +232,7 @@ class Initiator:
         connection = remote.tensors.connection
         recovery = connection.recovery
         move = connection.write if op.push else connection.read
-        if op.span is not None:
-            op.span.transport = connection.capabilities.name
+        op.span.transport = connection.capabilities.name
         if recovery is not None:
             if recovery.suspects:
                 _judge_suspects(link, recovery, op.deadline)
@@ -261,7 +242,7 @@ class Initiator:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
             try:
-                move(plan, op.local.storage.tensors, remote.tensors, self._pool, op.deadline)
+                move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline)
             except BaseException:
                 if op.push and recovery is not None and recovery.doubts_writes:
                     _give_up_writes(link, recovery)
@@ -303,11 +284,20 @@ class Initiator:
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
-    """Return the prediction for a pull by key, which then takes one request; else None."""
+    """Return the prediction for a pull by key, which then takes one request; else None.
+
+    It is a cache like the last one. At the read the owner compares the geometry, finds the row and pins the cache.
+    """
     known: Resolution | None = link.caches.predicted.get(op.local.geometry)
-    if known is None or op.name.key is None or op.push or op.grant is not None:
+    key = op.name.key
+    if known is None or key is None or op.push or op.grant is not None:
         return None
-    return predict(link, known, op.name.key, op.deadline.remaining_ms())
+    number = FIRST_NAMED_PIN + next(link.requests.numbers)
+    handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
+    tensors = replace(known.tensors, handle=encode_handle(handle))
+    return msgspec.structs.replace(
+        known, cache_id=0, row=0, guards=[], tensors=tensors, pin=0, predicted=number, pair=None
+    )
 
 
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
@@ -348,12 +338,13 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
     """Return True if every guard shows its generation; the target compares remote ones."""
-    if remote.tensors.remote_guards:
+    connection = remote.tensors.connection
+    if connection.capabilities.remote_guards:
         return True
     if steps.watch is not None:
         steps.watch("guards", link)
     try:
-        return remote.tensors.connection.guards_unchanged(remote.guard_set)
+        return connection.guards_unchanged(remote.guard_set)
     except LinkError as error:
         raise link.lost_error(op.what, "copy") from error
 

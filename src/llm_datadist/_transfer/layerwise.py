@@ -13,13 +13,14 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import HERE, check_uint32, require_process
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals, public_calls_hold_signals
-from llm_datadist._transfer.initiator import Initiator, MakePlan, PushDestination, Span, TransferOp
+from llm_datadist._transfer.addresses import locate
+from llm_datadist._transfer.initiator import PushDestination, TransferOp
 from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
@@ -35,41 +36,28 @@ from llm_datadist.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from llm_datadist._cache.geometry import CachePair, LayerPlan
     from llm_datadist._cache.registry import Entry
-    from llm_datadist._native import Plan
-    from llm_datadist._transfer.addresses import Locations, Locator, RemoteOffset
+    from llm_datadist._native import Plan, Timer
+    from llm_datadist._transfer.addresses import Locations, RemoteOffset
+    from llm_datadist._transfer.initiator import Initiator, MakePlan
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
-TENSORS_PER_LAYER: Final = 2
-"""K and V, always (interface §6.14)."""
-
+TENSORS_PER_LAYER: Final = 2  # K and V, always (interface §6.14)
 _WHAT: Final = "transfer_cache_async"
-#: Wait of finalize for a thread, beyond the deadline of its transfer.
-_GRACE_MS: Final = 1000
+_GRACE_MS: Final = 1000  # wait of finalize for a thread, beyond the deadline of its transfer
 _FOR_EVER_MS: Final = 1 << 40
 _POLL_SECONDS: Final = 0.01
-
-
-class Delivery(Protocol):
-    """Destination of a job."""
-
-    @property
-    def layers(self) -> range:
-        """Source layers, in order; not empty."""
-
-    def send(self, layer: int) -> None:
-        """Send a layer; errors as a push."""
 
 
 class TransferJob:
     """Work of a :class:`CacheTask`, with one delivery per config.
 
     Owns: the local use of the source, which ``release`` ends with the job.
-    Threads: :meth:`run` in one of :class:`Tasks`, any for the rest. Nothing is called under the lock.
+    Threads: :meth:`run` in ``thread``, any for the rest. Nothing is called under the lock.
     ``timeout_code`` is the interface's status of a time-out; ``call`` receives the result.
     """
 
@@ -98,27 +86,20 @@ class TransferJob:
         self._ended: LLMException | None = None
         self._done = threading.Event()
         self._pid = HERE["pid"]
-        self._thread: threading.Thread | None = None
+        self.thread = threading.Thread(target=copy_context().run, args=(self.run,), name=name, daemon=True)
 
     def run(self) -> None:
-        self._thread = threading.current_thread()
         with self._call as call:
             try:
                 for layer in self._layers:
-                    if not self._send_layer(layer):
+                    selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
+                    if not (self._synchronized(layer, selected) and all(self._send_to(i, layer) for i in selected)):
                         break
             except BaseException as error:  # noqa: BLE001 (a SystemExit of the user's code is no success)
-                self._fail({}, error, "its thread died")
+                self._fail(error, "its thread died")
             self._finish()
             call.status, _, errors = self.results()
             call.error = next((error for error in errors if error is not None), None)
-
-    def _send_layer(self, layer: int) -> bool:
-        """Wait for a layer and send it; return False if the job is over."""
-        selected = [i for i, each in enumerate(self._deliveries) if layer in each.layers]
-        if not self._synchronized(layer, selected):
-            return False
-        return all(self._send_to(i, layer) for i in selected)
 
     @hold_signals
     def _send_to(self, i: int, layer: int) -> bool:
@@ -130,7 +111,7 @@ class TransferJob:
         try:
             self._deliveries[i].send(layer)
         except Exception as error:  # noqa: BLE001 (kept, logged and reported)
-            self._fail({i: error}, error, f"layer {layer} was not sent to destination {i}")
+            self._fail(error, f"layer {layer} was not sent to destination {i}", [i])
             return False  # still "sending", so run() finishes the job
         self.sent += 1
         last = layer == self._deliveries[i].layers[-1]
@@ -141,40 +122,37 @@ class TransferJob:
         return True
 
     def _synchronized(self, layer: int, selected: list[int]) -> bool:
+        """Wait until a layer is ready; return False if the job is over."""
         synchronizer = self._synchronizer
         if synchronizer is None:
             return False  # the job has ended
         try:
             ready = synchronizer.synchronize_layer(layer, None)
         except BaseException as error:  # noqa: BLE001 (as in run)
-            self._fail({}, error, f"synchronize_layer({layer}) raised")
+            self._fail(error, f"synchronize_layer({layer}) raised")
             return False
         if not ready:
-            why = LLMException(
-                f"{self.name}: synchronize_layer({layer}) returned {ready!r}: not to be sent, the job stops",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
-            )
-            self._fail(dict.fromkeys(selected, why), why, f"synchronize_layer({layer}) returned {ready!r}")
+            reason, invalid = f"synchronize_layer({layer}) returned {ready!r}", LLMStatusCode.LLM_PARAM_INVALID
+            why = LLMException(f"{self.name}: {reason}: not to be sent, the job stops", status_code=invalid)
+            self._fail(why, reason, selected)
         return bool(ready)
 
     @hold_signals
-    def _fail(self, failed: dict[int, BaseException], cause: BaseException, reason: str) -> None:
-        """Give unfinished destinations their error of ``failed``, else LLM_FAILED and ``cause``.
+    def _fail(self, cause: BaseException, reason: str, failed: Collection[int] = ()) -> None:
+        """Give unfinished destinations ``cause``, and its status to those in ``failed``, LLM_FAILED to the others.
 
-        After :meth:`end` its reason replaces both, because ended links cause any error.
+        After :meth:`end` its reason is the cause for all, because ended links cause any error.
         """
-        ended = self._ended
-        if ended is not None:
-            failed, cause = {}, ended
+        if self._ended is not None:
+            cause, failed = self._ended, range(len(self._results))
         with self._lock:
             if None not in self._results:
                 return
-            self._first = self._code_of(cause if ended or failed else None)
+            self._first = self._code_of(cause if failed else None)
             for i, result in enumerate(self._results):
                 if result is None:
-                    own = failed.get(i)
-                    self._results[i] = self._code_of(own if own is not None else ended)
-                    self._errors[i] = own if own is not None else cause
+                    self._results[i] = self._code_of(cause if i in failed else None)
+                    self._errors[i] = cause
         logger.warning("%s stops: %s: %r", self.name, reason, cause)
 
     def _code_of(self, error: BaseException | None) -> LLMStatusCode:
@@ -192,7 +170,7 @@ class TransferJob:
         if release is None:
             return
         early = LLMException(f"{self.name}: it ended early", status_code=LLMStatusCode.LLM_FAILED)
-        self._fail({}, self._ended or early, "the end came")  # does nothing if all have results
+        self._fail(self._ended or early, "the end came")  # does nothing if all have results
         self._synchronizer, self._deliveries = None, []
         try:
             release()
@@ -220,7 +198,7 @@ class TransferJob:
 
     def wait(self, timeout_ms: int | None) -> bool:
         require_process(self._pid, self.name)
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             raise StateError(f"{self.name}: waiting inside its own synchronizer would deadlock")
         deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)
         while not self._done.wait(deadline.next_turn()):
@@ -267,9 +245,7 @@ class CacheTask:
         return self._job.results()[0] if self._wait(timeout_in_millis) else self._job.timeout_code
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end of the transfer; return the status of each config.
-
-        May be called again.
+        """Wait for the end of the transfer; return each config's status. May be called again.
 
         Args:
             timeout_in_millis: Milliseconds, uint32. Default: no limit.
@@ -317,7 +293,7 @@ class Tasks:
     def __init__(self, patience_ms: int) -> None:
         self._patience_ms = patience_ms
         self._lock = threading.Lock()
-        self._jobs: list[tuple[TransferJob, threading.Thread]] = []
+        self._jobs: list[TransferJob] = []
         self._numbers = itertools.count(1)
         self._stopped = False
 
@@ -326,29 +302,26 @@ class Tasks:
 
     def start(self, job: TransferJob) -> CacheTask:
         """Run a job in its own thread, or end it and raise."""
-        thread = threading.Thread(target=copy_context().run, args=(job.run,), name=job.name, daemon=True)
-        refusal: LLMException | None = None
-        with self._lock:
-            self._jobs = [each for each in self._jobs if not each[0].done or each[1].is_alive()]
-            if self._stopped:
-                refusal = _finalized(job)
-            else:
-                self._jobs.append((job, thread))
         try:
-            if refusal is None:
-                thread.start()
-        except RuntimeError as error:
-            refusal = LLMException(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED)
-        if refusal is not None:
+            with self._lock:
+                if self._stopped:
+                    raise _finalized(job)
+                self._jobs = [each for each in self._jobs if not each.done or each.thread.is_alive()]
+                self._jobs.append(job)
+            try:
+                job.thread.start()
+            except RuntimeError as error:
+                raise LLMException(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
+        except LLMException as refusal:
             job.end(refusal)
-            raise refusal
+            raise
         return CacheTask(job)
 
     def finish(self) -> None:
         """Wait until all jobs have ended, or none sends in ``patience_ms``."""
         sent, limit = -1, Deadline(self._patience_ms)
-        while any(not job.done for job, _ in self._jobs):
-            now = sum(job.sent for job, _ in self._jobs)
+        while not all(job.done for job in self._jobs):
+            now = sum(job.sent for job in self._jobs)
             if now != sent:
                 sent, limit = now, Deadline(self._patience_ms)
             elif limit.expired():
@@ -360,18 +333,18 @@ class Tasks:
         with self._lock:
             self._stopped = True
             jobs = list(self._jobs)
-        for job, _ in jobs:
+        for job in jobs:
             job.end(_finalized(job))
 
     def join(self) -> None:
         """Join the threads, except the caller's and those whose synchronizer does not return."""
         self.stop()
         limit = Deadline(self._patience_ms + _GRACE_MS)
-        for job, thread in self._jobs:
-            if thread.ident is None or thread is threading.current_thread():
+        for job in self._jobs:
+            if job.thread.ident is None or job.thread is threading.current_thread():
                 continue  # without an ident it starts later, for an ended job
-            thread.join(limit.remaining())
-            if thread.is_alive():
+            job.thread.join(limit.remaining())
+            if job.thread.is_alive():
                 logger.warning("%s: its synchronizer has not returned; the thread is left to it", job.name)
 
 
@@ -379,40 +352,37 @@ def _finalized(job: TransferJob) -> StateError:
     return StateError(f"{job.name}: finalize came before its end", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Source of a delivery. Threads: the job's."""
+@dataclass(slots=True)
+class Delivery:
+    """Destination of a job. Threads: the job's."""
 
-    entry: Entry  # in local use by the job
-    cut: LayerPlan
     initiator: Initiator
-    locator: Locator
     meters: Meters
-    timeout_ms: int  # of one layer to one destination
-    destination: PushDestination = field(default_factory=PushDestination)
+    timeout_ms: int  # of one layer
+    entry: Entry  # of the source, in local use by the job
+    cut: LayerPlan
+    cluster_id: int
+    layers: range  # of the source, in order; not empty
+    destination: PushDestination = field(default_factory=PushDestination, init=False)
 
-    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Span) -> int:
+    def send(self, layer: int) -> None:
+        """Send a layer; errors as a push."""
+        raise NotImplementedError
+
+    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Timer) -> int:
         """Push a part, without consuming a key."""
-        to = self.destination
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, push=True, destination=to, span=span)
+        op = TransferOp(name, self.entry, plan, deadline, _WHAT, span, push=True, destination=self.destination)
         return self.initiator.run(op)
 
 
-@dataclass(frozen=True, slots=True)
-class KeyDelivery:
+@dataclass(slots=True)
+class KeyDelivery(Delivery):
     """Delivery to a cache by key, or by id and row; ``layers[i]`` becomes ``dst_layers[i]``."""
 
-    source: Source
     name: RemoteName
-    layers: range
     dst_layers: range
 
-    @property
-    def cluster_id(self) -> int:
-        return self.name.cluster_id
-
     def send(self, layer: int) -> None:
-        cut = self.source.cut
         target = self.dst_layers[layer - self.layers.start]
         first = target * TENSORS_PER_LAYER
 
@@ -423,35 +393,31 @@ class KeyDelivery:
                     f"dst_layer_range: layer {target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
                     f"layers of {TENSORS_PER_LAYER} tensors"
                 )
-            offset = cut.offset_in(dst, pair.row)
-            return cut.plan(first, layer * TENSORS_PER_LAYER, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
+            at, offset = layer * TENSORS_PER_LAYER, self.cut.offset_in(dst, pair.row)
+            return self.cut.plan(first, at, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
 
-        with self.source.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            span.nbytes = self.source.push(self.name, plan, Deadline(self.source.timeout_ms), span)
+        with self.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
+            span.nbytes = self.push(self.name, plan, Deadline(self.timeout_ms), span)
 
 
 @dataclass(slots=True)
-class AddressDelivery:
+class AddressDelivery(Delivery):
     """Delivery to raw addresses: K and V of each of ``layers``, in order."""
 
-    source: Source
-    cluster_id: int
     addresses: Sequence[int]
-    layers: range
-    located: Locations | None = None
+    located: Locations | None = field(default=None, init=False)
 
     def send(self, layer: int) -> None:
         at = (layer - self.layers.start) * TENSORS_PER_LAYER
-        deadline = Deadline(self.source.timeout_ms)
-        addresses = self.addresses[at : at + TENSORS_PER_LAYER]
-        shown = ", ".join(f"{address:#x}" for address in addresses)
-        with self.source.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
+        here, deadline = slice(at, at + TENSORS_PER_LAYER), Deadline(self.timeout_ms)
+        shown = ", ".join(f"{address:#x}" for address in self.addresses[here])
+        with self.meters.span(_WHAT, "layer %d -> %s of %d", layer, shown, self.cluster_id) as span:
             if self.located is not None:
                 with suppress(CacheNotFound, CacheMismatch):  # the caches have changed
-                    span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
+                    span.nbytes = self._push_layer(layer, self.located.offsets[here], deadline, span)
                     return
             self.located = self._locate(deadline)
-            span.nbytes = self._push(layer, self.located.offsets[at : at + TENSORS_PER_LAYER], deadline, span)
+            span.nbytes = self._push_layer(layer, self.located.offsets[here], deadline, span)
 
     def _locate(self, deadline: Deadline) -> Locations:
         """Look the addresses up; TransferFailed if earlier layers are lost.
@@ -459,7 +425,7 @@ class AddressDelivery:
         They are if the caches have changed, and an allocated one is among them: registered memory stays the same.
         """
         before = self.located
-        now = self.source.locator.locate(self.cluster_id, self.addresses, self.source.cut.extent, deadline, _WHAT)
+        now = locate(self.initiator.links, self.cluster_id, self.addresses, self.cut.extent, deadline, _WHAT)
         if before is not None and before.offsets != now.offsets and (before.allocated or now.allocated):
             raise TransferFailed(
                 f"{_WHAT}: the memory at dst_addrs of cluster {self.cluster_id} has been freed and allocated anew "
@@ -470,17 +436,15 @@ class AddressDelivery:
             )
         return now
 
-    def _push(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Span) -> int:
+    def _push_layer(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Timer) -> int:
         first = layer * TENSORS_PER_LAYER
         key, value = offsets
-        if (value.cache_id, value.tensor, value.offset) == (key.cache_id, key.tensor + 1, key.offset):
+        if value == key._replace(tensor=key.tensor + 1):
             return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline, span)
-        return self._push_tensors(first, 1, key, deadline, span) + self._push_tensors(
-            first + 1, 1, value, deadline, span
-        )
+        return sum(self._push_tensors(first + i, 1, to, deadline, span) for i, to in enumerate(offsets))
 
-    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline, span: Span) -> int:
-        cut = self.source.cut
+    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline, span: Timer) -> int:
+        cut, name = self.cut, RemoteName(self.cluster_id, cache_id=to.cache_id)
 
         def plan(pair: CachePair) -> Plan:
             dst = pair.remote
@@ -488,5 +452,4 @@ class AddressDelivery:
                 raise ProtocolError(f"{_WHAT}: {name} does not have what it was located at: {to}")
             return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
 
-        name = RemoteName(self.cluster_id, cache_id=to.cache_id)
-        return self.source.push(name, plan, deadline, span)
+        return self.push(name, plan, deadline, span)

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     Pending = Callable[[Deadline], Statuses]
 
 _OK: Final = LLMStatusCode.LLM_SUCCESS
-#: Clusters linked at once: a silent one must not use the time of the next (interface R19).
-_THREADS: Final = 128
-#: Milliseconds for undoing; afterwards this side unlinks without the peer's agreement.
-_UNDO_MS: Final = 1000
+_THREADS: Final = 128  # clusters linked at once: a silent one must not use the time of the next (interface R19)
+_UNDO_MS: Final = 1000  # milliseconds for undoing; afterwards this side unlinks without the peer's agreement
 
 
 def link_clusters(engine: Engine, clusters: Clusters) -> Pending:
@@ -64,7 +62,14 @@ def unlink_clusters(engine: Engine, clusters: Clusters, *, force: bool) -> Pendi
             _remote_address(cluster)
         give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-    return partial(_run, engine, "unlink", clusters, unlink, lambda each, _: _v1_unlinked(each()[1]))
+    def in_v1(each: Callable[[], Statuses], _: Deadline) -> Statuses:
+        overall, codes = each()
+        codes = [v1_code(code) for code in codes]
+        # A cluster that was not linked is not a failure.
+        failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
+        return (failed[-1] if failed else _OK if codes else overall), codes
+
+    return partial(_run, engine, "unlink", clusters, unlink, in_v1)
 
 
 def _remote_address(cluster: LLMClusterInfo) -> tuple[str, int]:
@@ -145,9 +150,7 @@ def _link_all_or_none(
     for i, cluster in enumerate(clusters):
         if codes[i] is _OK:
             codes[i] = LLMStatusCode.LLM_LINK_FAILED
-            ip, port = cluster.remote_ip_info_list[0]
-            link = dialled.get((host_of(ip), port))
-            if link is not None:
+            if (link := dialled.get(_remote_address(cluster))) is not None:
                 _undo(links, link, undoing)
     return LLMStatusCode.LLM_LINK_FAILED, codes
 
@@ -159,18 +162,17 @@ def _refusals(role: LLMRole, clusters: Clusters) -> dict[int, LLMStatusCode]:
         error = ParamError(f"only a DECODER links, and this is a {role.name}")
         return dict.fromkeys(range(len(clusters)), invalid.because(error))
     refused: dict[int, LLMStatusCode] = {}
-    seen: set[int] = set()
+    seen: set[int | None] = set()
     for i, cluster in enumerate(clusters):
         ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
         number = cluster.remote_cluster_id
         if not ours == theirs == 1:
             text = f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1"
             refused[i] = invalid.because(ParamError(text))
-        elif number in seen:
+        elif number is not None and number in seen:
             text = f"clusters[{i}]: cluster {number} is in the list twice"
             refused[i] = twice.because(ParamError(text, status_code=twice))
-        if number is not None:
-            seen.add(number)
+        seen.add(number)
     return refused
 
 
@@ -193,15 +195,6 @@ def _unlink_idle(links: LinkManager, cluster_id: int, deadline: Deadline, *, for
     if link.busy:
         raise _link_busy(link, "unlink_clusters")
     links.unlink(cluster_id, deadline, force=force)
-
-
-def _v1_unlinked(statuses: list[LLMStatusCode]) -> Statuses:
-    """Return v1's result of unlinking; a cluster that was not linked is not a failure."""
-    codes = [v1_code(status) for status in statuses]
-    failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
-    if not codes:
-        return LLMStatusCode.LLM_PARAM_INVALID, []
-    return (failed[-1] if failed else _OK), codes
 
 
 def check_link_status(links: LinkManager, cluster_id: int, deadline: Deadline) -> None:

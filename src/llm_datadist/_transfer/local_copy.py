@@ -16,6 +16,7 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._checks import check_rule
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._native import CopyPool, Plan, Tensors, deliver_signals
 from llm_datadist._threads import Threads
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
-#: Swap workers, at most one per usable CPU, and staging buffers (interface R10).
-_WORKERS: Final = 4
+_WORKERS: Final = 4  # of swaps, at most one per usable CPU (interface R10)
 _STAGING_BUFFERS: Final = 4
+
+#: Source blocks, shape ``(N,)``, and their destinations: ``(N,)``, or ``(L, N)`` for L lists.
+Pairs = tuple["NDArray[np.int64]", "NDArray[np.int64]"]
 
 
 class CacheRow(NamedTuple):
@@ -58,13 +61,13 @@ class Operand:
         return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
 
 
+@dataclass(frozen=True, slots=True)
 class LocalCopies:
     """Copies between own caches, or memory of the caller. Threads: any."""
 
-    def __init__(self, store: CacheStore, swap: SwapEngine, pool: CopyPool | None) -> None:
-        self._store = store
-        self._swap = swap
-        self._pool = pool
+    _store: CacheStore
+    _swap: SwapEngine
+    _pool: CopyPool | None
 
     def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
         """Copy part of a row to a row (interface R8); return the bytes."""
@@ -77,30 +80,20 @@ class LocalCopies:
             )
             return self._execute(plan, target.storage.tensors, source.storage.tensors, deadline, what)
 
-    def copy_blocks(
-        self, cache_id: int, src_blocks: NDArray[np.int64], dst_blocks: NDArray[np.int64], deadline: Deadline
-    ) -> int:
+    def copy_blocks(self, cache_id: int, pairs: Pairs, deadline: Deadline) -> int:
         """Copy blocks inside one cache, in list order (interface R26); return the bytes."""
         with self._store.using(cache_id, "copy_blocks: cache") as entry:
             entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
             cache = Operand("cache", entry.geometry, entry.storage.tensors)
             names = ("sources of copy_block_info", "destinations of copy_block_info")
-            plan, _ = _plan_blocks(cache, cache, src_blocks, dst_blocks, "copy_blocks", names)
+            plan, _ = _plan_blocks(cache, cache, pairs, "copy_blocks", names)
             return self._execute(plan, cache.tensors, cache.tensors, deadline, "copy_blocks")
 
-    def swap_blocks(
-        self,
-        src: Cache,
-        dst: Cache,
-        src_blocks: NDArray[np.int64],
-        dst_blocks: NDArray[np.int64],
-        *,
-        ends: tuple[str, str] = ("src_cache", "dst_cache"),
-    ) -> int:
+    def swap_blocks(self, src: Cache, dst: Cache, pairs: Pairs, ends: tuple[str, str]) -> int:
         """Move blocks between HOST and DEVICE (interface R10); return the bytes. Errors name ``ends``."""
         with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
             names = ("sources of src_to_dst", "destinations of src_to_dst")
-            plan, alias = _plan_blocks(source, target, src_blocks, dst_blocks, "swap_blocks", names)
+            plan, alias = _plan_blocks(source, target, pairs, "swap_blocks", names)
             if source.geometry.placement == target.geometry.placement:
                 raise ParamError(
                     f"swap_blocks: {ends[0]} and {ends[1]} are both on {Placement(source.geometry.placement).name}; "
@@ -110,21 +103,15 @@ class LocalCopies:
             return self._swap.swap(plan, target, source)
 
     def copy_block_lists(
-        self,
-        src: int | Operand,
-        dst: int | Operand,
-        src_blocks: NDArray[np.int64],
-        dst_lists: NDArray[np.int64],
-        deadline: Deadline,
-        what: str,
+        self, src: int | Operand, dst: int | Operand, lists: Pairs, deadline: Deadline, what: str
     ) -> int:
-        """Copy blocks ``(N,)`` to the lists ``(L, N)``, in order (interface R13, R26); return the bytes.
+        """Copy blocks ``(N,)`` to ``lists`` ``(L, N)``, in order (interface R13, R26); return the bytes.
 
         ``src`` and ``dst`` are ids of own caches, or memory of the caller. Between device and host it is a swap without
         a time limit (interface R6, R10), on the device a copy within ``deadline``.
         """
         with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
-            plan, alias = _plan_blocks(source, target, src_blocks, dst_lists, what, ("src_blocks", "dst_blocks_list"))
+            plan, alias = _plan_blocks(source, target, lists, what, ("src_blocks", "dst_blocks_list"))
             host = [side.geometry.placement == Placement.HOST for side in (source, target)]
             if all(host):
                 raise ParamError(f"{what}: src_cache and dst_cache are both on HOST; one must be on DEVICE")
@@ -138,13 +125,11 @@ class LocalCopies:
         """Yield a handle's operand, registered or not (interface §6.9); an own cache is in use."""
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
-            try:
+            entry = None
+            with suppress(CacheNotFound):
                 entry = held.enter_context(self._store.using(cache.cache_id, name))
-            except CacheNotFound:
-                entry = None
             addresses = list(cache.tensor_addrs)
-            if len(addresses) != geometry.num_tensors:
-                raise ParamError(f"{name}: it has no memory any more (deallocated)")
+            check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
                 # Not the handle's descriptor, whose shape the user may have changed.
                 yield Operand(name, entry.geometry, entry.storage.tensors)
@@ -169,18 +154,10 @@ class LocalCopies:
 
 
 def _plan_blocks(
-    source: Operand,
-    target: Operand,
-    src_blocks: NDArray[np.int64],
-    dst_blocks: NDArray[np.int64],
-    what: str,
-    names: tuple[str, str],
+    source: Operand, target: Operand, pairs: Pairs, what: str, names: tuple[str, str]
 ) -> tuple[Plan, bool]:
-    """Plan ``src_blocks[i]`` -> ``dst_blocks[i]``; also return True if both are the same tensors.
-
-    ``dst_blocks`` has shape ``(N,)``, or ``(L, N)`` for L lists. Errors call the lists by ``names``.
-    """
-    src, dst = source.geometry, target.geometry
+    """Plan copies of blocks, in order; also return True if both sides are the same tensors. Errors use ``names``."""
+    src, dst, (src_blocks, dst_blocks) = source.geometry, target.geometry, pairs
     if src.stride != dst.stride:
         raise CacheMismatch(
             f"{what}: block sizes differ: blocks of {source.name} have {src.stride} bytes, "
@@ -242,10 +219,7 @@ class SwapEngine:
         self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Execute a plan of whole blocks; return the bytes.
-
-        OutOfMemory, with nothing copied, if the device cannot hold the staging buffers.
-        """
+        """Execute a plan of whole blocks; return the bytes. OutOfMemory, nothing copied: no room for staging."""
         if plan.nbytes == 0:
             return 0
         if not self._device.needs_staging:
@@ -276,9 +250,8 @@ class SwapEngine:
             self._give_staging_back()
 
     def _give_staging_back(self) -> None:
-        for segment in self._staging:
-            segment.close()
-        self._staging.clear()
+        while self._staging:
+            self._staging.pop().close()
 
     def _swap_out(self, plan: Plan, dst: Tensors, src: Tensors) -> None:
         copies = list(_spans(plan, dst, src))
@@ -322,9 +295,8 @@ class SwapEngine:
         self._give_staging_back()
         try:
             for _ in range(_STAGING_BUFFERS):
-                self._staging.append(
-                    self._device.allocate(nbytes, "swap-staging", peers_may_write=False, prefault=False)
-                )
+                buffer = self._device.allocate(nbytes, "swap-staging", peers_may_write=False, prefault=False)
+                self._staging.append(buffer)
         except BaseException as error:
             self._give_staging_back()
             if not isinstance(error, OutOfMemory):

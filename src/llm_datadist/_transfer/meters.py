@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from llm_datadist._log import logger
 from llm_datadist._native import OperationMeter, Timer
@@ -13,7 +14,7 @@ from llm_datadist.errors import LLMStatusCode
 from llm_datadist.metrics import DurationStatistics, OperationStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class Meters:
@@ -22,8 +23,10 @@ class Meters:
     def __init__(self) -> None:
         self._meters: dict[str, OperationMeter] = {}
 
-    def span(self, name: str, detail: str = "", *args: object, blocks: int | None = None) -> Timer | Logged:
-        """Return a context manager that times, counts and logs one operation; its block sets ``nbytes``,
+    def span(
+        self, name: str, detail: str = "", *args: object, blocks: int | None = None
+    ) -> AbstractContextManager[Timer]:
+        """Return a context manager that times, counts and logs one operation; its block sets the timer's ``nbytes``,
         and ``transport`` where a transport moves them.
 
         ``detail`` is a ``%``-format of ``args`` and, if given, ``blocks``, used only for the log.
@@ -34,7 +37,7 @@ class Meters:
         timer = Timer(meter)
         if not logger.isEnabledFor(logging.INFO):
             return timer
-        return Logged(timer, name, detail, args if blocks is None else (*args, blocks))
+        return _logged(timer, name, detail, args if blocks is None else (*args, blocks))
 
     def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
         """Return a context manager for an uncounted call; without tracing it does nothing."""
@@ -55,46 +58,31 @@ def _statistics(name: str, meter: OperationMeter) -> OperationStatistics:
 def _user_level() -> int:
     """Return the ``stacklevel`` of the first frame outside the library, for a log call of the calling function."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001 (no public name)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("llm_datadist."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("llm_datadist.", "contextlib")):
         frame, level = frame.f_back, level + 1
     return level
 
 
 @dataclass(slots=True)
-class Uncounted:
+class Uncounted(AbstractContextManager["Uncounted"]):
     """Uncounted call. If the call returns a status, it sets that and the error."""
 
     status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
     error: BaseException | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         pass
 
 
-@dataclass(slots=True)
-class Logged:
-    """Span that also logs begin and end of the operation, with the user's line."""
-
-    _timer: Timer
-    _name: str
-    _detail: str
-    _args: tuple[object, ...]
-    nbytes: int = 0
-    transport: str = ""
-
-    def __enter__(self) -> Self:
-        logger.info("%s started " + self._detail, self._name, *self._args, stacklevel=_user_level())
-        self._timer.__enter__()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._timer.nbytes, self._timer.transport = self.nbytes, self.transport
-        self._timer.__exit__(kind, error, trace)
-        if error is not None:
-            logger.info("%s failed " + self._detail + ": %s", self._name, *self._args, error, stacklevel=_user_level())
-        else:
-            text = "%s succeeded " + self._detail + " (%d bytes, %.6f s)"
-            logger.info(text, self._name, *self._args, self.nbytes, self._timer.seconds, stacklevel=_user_level())
+@contextmanager
+def _logged(timer: Timer, name: str, detail: str, args: tuple[object, ...]) -> Iterator[Timer]:
+    """Log begin and end of the operation, with the user's line."""
+    logger.info("%s started " + detail, name, *args, stacklevel=_user_level())
+    try:
+        with timer:
+            yield timer
+    except BaseException as error:
+        logger.info("%s failed " + detail + ": %s", name, *args, error, stacklevel=_user_level())
+        raise
+    text = "%s succeeded " + detail + " (%d bytes, %.6f s)"
+    logger.info(text, name, *args, timer.nbytes, timer.seconds, stacklevel=_user_level())

@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.messages import Guarded, Release, Resolved
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._transfer.handles import encode_handle, encode_key_handle
+from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from llm_datadist._transport.connection import RemoteTensors
     from llm_datadist.types.grant import Grant
 
-#: Mapped tensors cached per link, each with at most so many bytes of offsets.
-_MAX_MAPPED: Final = 1024
+_MAX_MAPPED: Final = 1024  # tensors cached per link, each with at most so many bytes of offsets
 _MAX_MAPPED_BYTES: Final = 4096
 
 
@@ -52,7 +50,7 @@ class Resolution(msgspec.Struct, eq=False):
     geometry: Geometry
     row: int
     tensors: RemoteTensors
-    guards: tuple[Guarded, ...]
+    guards: list[Guarded]
     guard_set: GuardSet
     pin: int  # 0: none, so the answer may be cached
     predicted: int = 0  # the future pin's number if this is a prediction
@@ -79,7 +77,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         if tensors.remote_guards:
-            tensors = replace(tensors, handle=encode_handle(answer.cache_id, answer.pin, answer.guards))
+            tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
     except (LLMException, ValueError) as error:
         if answer.pin:
             link.report(Release(answer.pin, 0, 0))
@@ -88,20 +86,8 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if isinstance(error, LLMException):
             raise
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-    guards = tuple(answer.guards)
-    return Resolution(answer.cache_id, geometry, answer.row, tensors, guards, _guard_set(guards), answer.pin)
-
-
-def predict(link: Link, known: Resolution, key: Key, budget_ms: int) -> Resolution:
-    """Return the predicted resolution of ``key``: a cache like ``known``.
-
-    At the read the owner compares the geometry, finds the row and pins the cache.
-    """
-    number = FIRST_NAMED_PIN + next(link.requests.numbers)
-    tensors = replace(known.tensors, handle=encode_key_handle(key, known.geometry, number, budget_ms, link.reported))
-    return msgspec.structs.replace(
-        known, cache_id=0, row=0, guards=(), tensors=tensors, pin=0, predicted=number, pair=None
-    )
+    guard_set = _guard_set(answer.guards)
+    return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:
@@ -112,8 +98,8 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
             peer=link.peer.cluster_id,
             phase="resolve",
         )
-    guards = (*remote.guards, Guarded(*grant.guard))
-    tensors = replace(remote.tensors, handle=encode_handle(remote.cache_id, remote.pin, guards))
+    guards = [*remote.guards, Guarded(*grant.guard)]
+    tensors = replace(remote.tensors, handle=encode_handle(Handle(remote.cache_id, remote.pin, guards)))
     return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(guards), tensors=tensors)
 
 
@@ -124,7 +110,7 @@ def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
     known[key] = value
 
 
-def _guard_set(guards: tuple[Guarded, ...]) -> GuardSet:
+def _guard_set(guards: list[Guarded]) -> GuardSet:
     return GuardSet([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
 
 
@@ -136,7 +122,7 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     if not len(regions) == len(offsets) == geometry.num_tensors:
         raise _misfit(link, answer, geometry)
     capabilities = link.connection.capabilities
-    if not capabilities.private_memory and PRIVATE in regions.tolist():
+    if not capabilities.non_pool_memory and NON_POOL in regions.tolist():
         pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
         raise LLMException(
             f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "
@@ -157,7 +143,7 @@ def _map_served(link: Link, answer: Resolved, geometry: Geometry, *, push: bool)
     served = next((each for each in link.connection.connections if each.capabilities.remote_guards), None)
     if served is None:
         raise _misfit(link, answer, geometry)
-    regions = np.full(geometry.num_tensors, PRIVATE, np.uint32)
+    regions = np.full(geometry.num_tensors, NON_POOL, np.uint32)
     offsets = np.arange(geometry.num_tensors, dtype=np.uint64) * np.uint64(geometry.tensor_bytes)
     return served.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 

@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.access import AccessPolicy
     from llm_datadist._transport.moves import MoveRequest
 
-#: Life of a pin after its initiator's deadline, while the release is on its way.
-_PIN_GRACE_SECONDS: Final = 2.0
-#: Longest deadline of a pin.
-_MAX_PIN_SECONDS: Final = 24 * 3600.0
+_PIN_GRACE_SECONDS: Final = 2.0  # life of a pin after its initiator's deadline, while the release is on its way
+_MAX_PIN_SECONDS: Final = 24 * 3600.0  # longest deadline of a pin
 
 
-class _Finder:
-    """Finds and pins caches for peers. Base of both targets. Threads: control."""
+class Target:
+    """Handlers of resolves, reports and move requests (``_transport/moves.py``: MoveOwner). Threads: control."""
 
     def __init__(self, store: CacheStore, policy: AccessPolicy) -> None:
         self._store = store
@@ -69,7 +67,7 @@ class _Finder:
             if key is None:
                 self._policy.require_sight(link, entry)
             if consumes:
-                self._policy.require_consume(link, entry, binding)
+                self._policy.require_consume(link, binding)
             self._policy.require_use(link, entry, 0 if pin is None else pin.pin_id)
             if like is not None and (pin is None or entry.geometry != like.geometry):
                 raise CacheNotFound(f"cache {entry.cache_id} is not what the peer takes it to be")
@@ -78,15 +76,6 @@ class _Finder:
                 self._store.apply(registry.release(link, pin.pin_id))
             raise
         return pin, entry, row, binding
-
-
-def _promised(entry: Entry, binding: Binding | None) -> list[Guarded]:
-    guards = [each.guard for each in (entry, binding) if each is not None]
-    return [Guarded(guard.slot, guard.generation) for guard in guards]
-
-
-class Target(_Finder):
-    """Handlers of resolves and reports. Threads: control."""
 
     def on_resolve(self, link: Link, message: Resolve) -> None:
         try:
@@ -168,10 +157,6 @@ class Target(_Finder):
             pin=pin_id,
         )
 
-
-class MoveTarget(_Finder):
-    """Answers to move requests. Implements :class:`~llm_datadist._transport.moves.MoveOwner`."""
-
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
         write = request.write
         handle, plan = decode_handle(request.handle), request.plan
@@ -194,8 +179,8 @@ class MoveTarget(_Finder):
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
-        # With a pin not standing: it ends without a guard, and counts the tensors sent.
-        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, standing=not handle.pin, plan=plan)
+        # With a pin not cacheable: the reply ends without a guard, and counts the tensors sent.
+        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, cacheable=not handle.pin, plan=plan)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin the cache of a key; return the handle and the plan of a Resolved.
@@ -213,3 +198,7 @@ class MoveTarget(_Finder):
         begin = row * entry.geometry.stride
         runs = plan.runs + np.array([begin, begin, 0], np.uint64)
         return Handle(entry.cache_id, asked.pin, _promised(entry, binding)), plan.replace(runs=runs)
+
+
+def _promised(entry: Entry, binding: Binding | None) -> list[Guarded]:
+    return [Guarded(each.guard.slot, each.guard.generation) for each in (entry, binding) if each is not None]

@@ -5,8 +5,8 @@ A span is the child of the caller's current one, and is current during the call.
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._log import logger
@@ -24,13 +24,12 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Iterator
 
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
 
     from llm_datadist._native import Timer
-    from llm_datadist._transfer.meters import Logged
 
 _PREFIX: Final = "llm_datadist."
 
@@ -57,7 +56,10 @@ class Call(Uncounted):
         self._outer: Any = None
 
     def __enter__(self) -> Self:
-        _safely(self._begin)
+        with _safely():
+            kind = SpanKind.CLIENT if _PREFIX + "peer" in self._attributes else SpanKind.INTERNAL
+            self._span = _tracer.start_span(self.name, kind=kind, attributes=self._attributes)
+            self._token = context.attach(trace.set_span_in_context(self._span))
         self._outer = _current.set(self)
         return self
 
@@ -67,16 +69,13 @@ class Call(Uncounted):
             self.error = error
             self.status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         if self._token is not None:
-            _safely(context.detach, self._token)
+            with _safely():
+                context.detach(self._token)
         if self._span is not None:
-            _safely(self._describe, self._span)
-            _safely(self._span.end)  # also if it could not be described
-
-    def _begin(self) -> None:
-        remote = _PREFIX + "peer" in self._attributes
-        kind = SpanKind.CLIENT if remote else SpanKind.INTERNAL
-        self._span = _tracer.start_span(self.name, kind=kind, attributes=self._attributes)
-        self._token = context.attach(trace.set_span_in_context(self._span))
+            with _safely():
+                self._describe(self._span)
+            with _safely():  # also if it could not be described
+                self._span.end()
 
     def _describe(self, span: Span) -> None:
         if not span.is_recording():
@@ -95,48 +94,29 @@ class Call(Uncounted):
 class TracedMeters(Meters):
     """Counts operations, with a span for each of them that is a call of its own."""
 
-    def span(self, name: str, detail: str = "", *args: object, blocks: int | None = None) -> Traced:  # type: ignore[override]  # what callers use of it is the same
+    @contextmanager
+    def span(self, name: str, detail: str = "", *args: object, blocks: int | None = None) -> Iterator[Timer]:
         """Add a span to :meth:`Meters.span`. A part of a call, such as one layer, adds its bytes to the call's span."""
-        timer = super().span(name, detail, *args, blocks=blocks)
         call = _current.get()
-        if call is not None and call.name == name:
-            return Traced(timer, call, part=True)
-        peers = [each.cluster_id for each in args if isinstance(each, RemoteName)]
-        return Traced(timer, Call(name, peers, blocks), part=False)
+        part = call is not None and call.name == name
+        if call is None or not part:
+            call = Call(name, [each.cluster_id for each in args if isinstance(each, RemoteName)], blocks)
+        with nullcontext() if part else call, super().span(name, detail, *args, blocks=blocks) as timer:
+            try:
+                yield timer
+            finally:
+                call.nbytes += timer.nbytes
+                call.transport = timer.transport or call.transport
 
     def call(self, name: str, peers: Iterable[int | None] = ()) -> Call:
         """Return the span of a call that is not counted."""
         return Call(name, peers)
 
 
-@dataclass(slots=True)
-class Traced:
-    """Counted operation in the span of its call."""
-
-    _timer: Timer | Logged
-    _call: Call
-    part: bool
-    nbytes: int = 0
-    transport: str = ""
-
-    def __enter__(self) -> Self:
-        if not self.part:
-            self._call.__enter__()
-        self._timer.__enter__()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._timer.nbytes, self._timer.transport = self.nbytes, self.transport
-        self._timer.__exit__(kind, error, traceback)
-        self._call.nbytes += self.nbytes
-        self._call.transport = self.transport or self._call.transport
-        if not self.part:
-            self._call.__exit__(kind, error, traceback)
-
-
-def _safely(step: Callable[..., object], *args: object) -> None:
-    """Do a step of the tracer; log its exceptions."""
+@contextmanager
+def _safely() -> Iterator[None]:
+    """Log exceptions of the tracer."""
     try:
-        step(*args)
+        yield
     except Exception as error:  # noqa: BLE001 (a user's tracer must not break a transfer)
         logger.warning("a span of OpenTelemetry is lost or incomplete: %r", error)

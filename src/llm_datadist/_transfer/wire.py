@@ -1,4 +1,7 @@
-"""Requests of transports over a link's control channel, and dropped sockets beside it."""
+"""Requests of transports over a link's control channel, and dropped sockets beside it.
+
+The module implements :class:`llm_datadist._transport.transport.Wire`.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,16 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
 
 
-class LinkWire:
-    """Requests of transports to peers. Implements :class:`llm_datadist._transport.transport.Wire`."""
+def ask(link: Link, data: bytes, deadline: Deadline) -> bytes:
+    what = f"a transfer over {link.choice.name}"
+    answer = link.request(lambda number: TransportAsk(number, data), deadline, what, "copy")
+    if not isinstance(answer, TransportSaid):
+        raise ProtocolError(f"{link.peer} answered a TransportAsk with {type(answer).__name__}")
+    return answer.data
 
-    def ask(self, link: Link, data: bytes, deadline: Deadline) -> bytes:
-        what = f"a transfer over {link.choice.name}"
-        answer = link.request(lambda number: TransportAsk(number, data), deadline, what, "copy")
-        if not isinstance(answer, TransportSaid):
-            raise ProtocolError(f"{link.peer} answered a TransportAsk with {type(answer).__name__}")
-        return answer.data
 
-    def tell(self, link: Link, data: bytes) -> None:
-        link.tell(TransportAsk(0, data))  # no request has number 0, so the answer is a late one
+def tell(link: Link, data: bytes) -> None:
+    link.tell(TransportAsk(0, data))  # no request has number 0, so the answer is a late one
 
 
 def on_ask(link: Link, message: TransportAsk) -> None:

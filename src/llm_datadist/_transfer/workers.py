@@ -21,15 +21,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: More than CPUs, because calls mostly wait for memory or a peer.
-_MAX_WORKERS: Final = 32
+_MAX_WORKERS: Final = 32  # more than CPUs, because calls mostly wait for memory or a peer
 
 
 class Workers:
-    """Threads ``llm-datadist-async_<n>``, at most 32, each from its first call to :meth:`close`.
-
-    Threads: any, and any event loop.
-    """
+    """Threads ``llm-datadist-async_<n>``, at most 32, from a first call to :meth:`close`. Threads: any, any loop."""
 
     def __init__(self) -> None:
         self._threads = Threads(_MAX_WORKERS, "llm-datadist-async")
@@ -49,7 +45,7 @@ class Workers:
         import asyncio  # loaded already, as there is an event loop
 
         require_process(self._pid, "awaited call")
-        awaited: _Call[T] = _Call(call, budget_ms)
+        awaited: _AwaitedCall[T] = _AwaitedCall(call, budget_ms)
         try:
             waiting = asyncio.wrap_future(awaited.begin(self._threads))
             try:
@@ -75,7 +71,7 @@ class Workers:
         self._threads.shutdown(cancel_futures=True)
 
 
-class _Call(Generic[T]):
+class _AwaitedCall(Generic[T]):
     """Call in a worker thread; any thread may cancel it."""
 
     def __init__(self, call: Callable[[Deadline], T], budget_ms: int) -> None:

@@ -62,7 +62,7 @@ def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str |
         verdict = judge(each)
         if verdict.possible:
             choice = Choice(each.name, each.name, "; ".join([verdict.reason, *against]))
-            if each.capabilities.private_memory:
+            if each.capabilities.non_pool_memory:
                 return choice
             if forced is not None:
                 return _without_private(choice, f"llm.Transport is {forced}")

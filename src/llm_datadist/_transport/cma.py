@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
@@ -21,7 +21,7 @@ from llm_datadist.errors import LinkError, LinkRefused, PeerLost, TransferFailed
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
-_CAPABILITIES = Capabilities("cma", shared_regions=False, private_memory=True)
+_CAPABILITIES = Capabilities("cma", shared_regions=False, non_pool_memory=True)
 
 
 class CmaTransport(Transport):
@@ -55,14 +55,14 @@ class CmaConnection(SameHostConnection):
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
-        self._ranges = {PRIVATE: AddressRange(0, ADDRESS_SPACE, writable)}
+        self._ranges = {NON_POOL: AddressRange(0, ADDRESS_SPACE, writable)}
         # The pidfd reports the end of the process too late for a running call, so each call proves the address space: a
         # read compares the cookie along with the bytes, a write touches the canaries before its first byte.
         self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie, peer.canaries)
         super().__init__(peer)
 
     def _range(self, region: int) -> AddressRange | None:
-        if region != PRIVATE:
+        if region != NON_POOL:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its non-pool memory only")
         return super()._range(region)
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, RegionDescriptor
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, RegionDescriptor
 from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
@@ -35,7 +35,7 @@ _ELSEWHERE: Final = 1 << 62
 class Capabilities:
     name: str  # as in ``llm.Transport``
     shared_regions: bool  # reaches exported regions (ids from 1)
-    private_memory: bool  # reaches non-pool memory (:data:`PRIVATE`)
+    non_pool_memory: bool  # reaches non-pool memory (:data:`NON_POOL`)
     remote_guards: bool = False  # the owner checks its guards, before the first byte and after the last
     same_addresses: bool = False  # an address of the peer means the same memory here
     announces_reads: bool = False  # :meth:`Connection.announce` serves reads as well as writes
@@ -226,8 +226,8 @@ class Connection(AbstractContextManager["Connection"]):
     ) -> RemoteTensors:
         """Return the peer's tensors of ``extent`` bytes, each checked against its region.
 
-        ``regions`` and byte ``offsets``, for :data:`PRIVATE` absolute addresses, have shape (T,). If ``located`` (found
-        by address), the peer's non-pool memory may be written without RCA.
+        ``regions`` and byte ``offsets``, for :data:`NON_POOL` absolute addresses, have shape (T,). If
+        ``located`` (found by address), the peer's non-pool memory may be written without RCA.
         Raises ProtocolError for no such region, a tensor outside it, or pools and non-pool memory in one cache;
         LinkError if the connection is closed, cannot reach the region, or may not write it.
         """
@@ -237,16 +237,16 @@ class Connection(AbstractContextManager["Connection"]):
         try:
             named = sorted(set(regions.tolist()))
             bases = offsets if len(named) == 1 else offsets.copy()
-            if PRIVATE in named and len(named) > 1 and not self.capabilities.same_addresses:
+            if NON_POOL in named and len(named) > 1 and not self.capabilities.same_addresses:
                 raise ProtocolError(f"map: non-pool memory and exported regions {named[1:]} in one cache")
             for region in named:
-                found = _checked_range(self, region, writable and not (located and region == PRIVATE))
+                found = _checked_range(self, region, writable and not (located and region == NON_POOL))
                 if bases is offsets:  # usually all are in one region
                     bases = found.addresses(region, offsets, extent)
                 else:
                     chosen = regions == region
                     bases[chosen] = found.addresses(region, offsets[chosen], extent)
-            return RemoteTensors(bases, extent, self, writable, named[:1] == [PRIVATE])
+            return RemoteTensors(bases, extent, self, writable, named[:1] == [NON_POOL])
         finally:
             self._leave()
 
@@ -347,7 +347,7 @@ class ServedConnection(Connection):
 
     def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
         self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._ranges[PRIVATE] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
+        self._ranges[NON_POOL] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
         super().__init__()
 
     def _guards(self) -> AddressRange:
@@ -363,7 +363,7 @@ def _unusable(connection: Connection, call: str) -> StateError | LinkError:
 
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
     capabilities = connection.capabilities
-    if region == PRIVATE and not capabilities.private_memory:
+    if region == NON_POOL and not capabilities.non_pool_memory:
         raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's non-pool memory")
     found = connection._range(region)
     if found is None:
@@ -404,11 +404,11 @@ class DataPath:
         self.capabilities = shared.capabilities
         if private is not None:
             announces_reads = any(each.capabilities.announces_reads for each in self.connections)
-            self.capabilities = replace(shared.capabilities, private_memory=True, announces_reads=announces_reads)
+            self.capabilities = replace(shared.capabilities, non_pool_memory=True, announces_reads=announces_reads)
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection for tensors of these regions: all of them in pools, or none."""
-        if self.private is not None and {PRIVATE}.issuperset(regions.tolist()):
+        if self.private is not None and {NON_POOL}.issuperset(regions.tolist()):
             return self.private
         return self.shared
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llm_datadist._memory.exports import ADDRESS_SPACE, PRIVATE, Exports
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import IntentWriter
 
 _CAPABILITIES = Capabilities(
-    "inproc", shared_regions=True, private_memory=True, same_addresses=True, announces_reads=True
+    "inproc", shared_regions=True, non_pool_memory=True, same_addresses=True, announces_reads=True
 )
 
 
@@ -54,7 +54,7 @@ class InprocConnection(Connection):
             region: AddressRange(segment.address, segment.nbytes, exports.writable, segment.view())
             for region, segment in exports.regions.items()
         }
-        self._ranges[PRIVATE] = AddressRange(0, ADDRESS_SPACE, exports.writable)
+        self._ranges[NON_POOL] = AddressRange(0, ADDRESS_SPACE, exports.writable)
         guards = exports.guards.segment
         self._guard_range: AddressRange | None = AddressRange(guards.address, guards.nbytes, False, guards.view())
         self._page = exports.writers.open_here()

@@ -450,7 +450,7 @@ class Lanes:
         try:
             handle, plan, reply = answer(self.owner, group.link, event.meta, write=write)
             tensors, guards, tag = reply.tensors, reply.guards, reply.tag
-            if reply.standing:
+            if reply.cacheable:
                 group.grants.keep(handle, write, tensors.native, guards, tag, tensors.mapped)
             self.engine.reply(event.lane, event.id, plan, tensors, guards, tag, write=write)
         except LLMException as error:

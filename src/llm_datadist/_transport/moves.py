@@ -45,7 +45,7 @@ class MoveReply:
     tensors: Tensors  # all that the handle names, valid until Transport.quiesce() has returned for the tag
     guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
     tag: int = 0  # names this memory in quiesce()
-    standing: bool = False  # serves later requests with this handle while the guards hold
+    cacheable: bool = False  # serves later requests with this handle while the guards hold
     plan: Plan | None = None  # replaces that of a request which cannot know its place in the tensors
 
 

@@ -148,7 +148,7 @@ _NOT_ASKED: Final = (
     "this side does not ask for it, and over TCP, or without credentials, no peer may choose it: set "
     "llm.Transport=nixl on both sides"
 )
-_CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, private_memory=True, remote_guards=True)
+_CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, non_pool_memory=True, remote_guards=True)
 
 
 class NixlTransport(Transport):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
 
 COOKIE_BYTES: Final = 16
-_CAPABILITIES = Capabilities("shm", shared_regions=True, private_memory=False)
+_CAPABILITIES = Capabilities("shm", shared_regions=True, non_pool_memory=False)
 
 
 class ShmTransport(Transport):

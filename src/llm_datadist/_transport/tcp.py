@@ -60,7 +60,7 @@ LANES_PER_LINK: Final = 5
 Measured on 2 CPUs, over loopback and between network namespaces: four beside the first move more than two or three.
 Between hosts, several connections use a line better than one.
 """
-_CAPABILITIES: Final = Capabilities("tcp", shared_regions=True, private_memory=True, remote_guards=True)
+_CAPABILITIES: Final = Capabilities("tcp", shared_regions=True, non_pool_memory=True, remote_guards=True)
 
 
 class TcpTransport(Transport):

@@ -23,33 +23,26 @@ _KEY_BLOCKS: Final = 200
 _TENSORS: Final = {Op.PLAN: 122, Op.ALLOC: 122}
 _COPY_CACHE_TENSORS: Final = 64
 _PLANNED: Final = (100, 1000, 10_000, 100_000, 1_000_000)
-_SAMPLES: Final = {Op.PLAN: 20, Op.ALLOC: 50, Op.LINK: 20}
 
 _WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "threads", "passes", "against"}
-_SHAPE: Final = {"block_bytes", "blocks", "tensors", "passes", "against"}
 #: Options about work by op; others are refused.
 _TAKES: Final = {
-    Op.PULL: _WORK,
-    Op.PUSH: _WORK,
-    Op.COPY: _WORK - {"transport"},
-    Op.SWAP: _WORK - {"transport"},
-    Op.LATENCY: _WORK,
-    Op.PLAN: _SHAPE,
-    Op.ALLOC: _SHAPE,
+    **dict.fromkeys((Op.PULL, Op.PUSH, Op.LATENCY), _WORK),
+    **dict.fromkeys((Op.COPY, Op.SWAP), _WORK - {"transport"}),
+    **dict.fromkeys((Op.PLAN, Op.ALLOC), _WORK - {"transport", "memory", "threads"}),
     Op.LINK: {"transport", "passes", "against"},
 }
-_LIMIT: Final = {"shm": "memcpy", "inproc": "memcpy", "cma": "cma", "tcp": "tcp-raw", "nixl": "tcp-raw"}
-_PEERS: Final = {
-    "shm": ("nixl",),
-    "inproc": (),
-    "cma": ("nixl",),
-    "tcp": ("nixl-tcp", "mooncake"),
-    "nixl": ("nixl-tcp",),
+#: By transport the suitable limit, then the usual peers.
+_USUAL: Final = {
+    "shm": ("memcpy", "nixl"),
+    "inproc": ("memcpy",),
+    "cma": ("cma", "nixl"),
+    "tcp": ("tcp-raw", "nixl-tcp", "mooncake"),
+    "nixl": ("tcp-raw", "nixl-tcp"),
+    "local": ("memcpy", "torch"),
 }
-#: Transports that move bytes as between two hosts.
+#: Transports that move bytes as between two hosts, which share no memory; so does NIXL beside them.
 _BETWEEN_HOSTS: Final = ("tcp", "nixl")
-#: Peers over tcp: two hosts share no memory.
-_OVER_TCP: Final = {"nixl": "nixl-tcp"}
 #: Bytes that a later pass moves by repetition, and the most repeats.
 _REPEATED_BYTES: Final = 16 << 20
 _MOST_REPEATS: Final = 50
@@ -153,7 +146,27 @@ def size_text(nbytes: int) -> str:
 def cases_of(request: Request) -> list[Case]:
     """Return the cases of one op; raise BenchError, which names the option, if the op does not take one."""
     check_options(request, request.op, _TAKES[request.op])
-    return list(_MAKERS[request.op](request))
+    transport = request.transport or "shm"
+    match request.op:
+        case Op.PULL | Op.PUSH:
+            return [_case(request, f"ours-{transport}", f"{request.op}_blocks", transport)]
+        case Op.COPY:
+            # A copy_cache call copies one row, so its caches have many tensors.
+            rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
+            return [_case(request, "ours-copy-blocks", "copy_blocks"), _case(rows, "ours-copy-cache", "copy_cache")]
+        case Op.SWAP:
+            return [_case(request, "ours-swap", "swap_blocks")]
+        case Op.LATENCY:
+            return list(_latency(request, transport))
+        case Op.PLAN:
+            counts = (1000,) if request.blocks else _PLANNED
+            return [_case(request, "ours-plan", "plan_blocks", blocks=blocks, samples=20) for blocks in counts]
+        case Op.ALLOC:
+            return [_case(request, "ours-alloc", "allocate_blocks_cache + deallocate", blocks=16, samples=50)]
+        case Op.LINK:
+            if transport == "inproc":
+                raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma, tcp or nixl")
+            return [_case(request, f"ours-{transport}-link", "link + unlink", transport, blocks=16, samples=20)]
 
 
 def check_options(request: Request, name: str, takes: set[str]) -> None:
@@ -171,30 +184,32 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _usual_against(op: Op, transport: str) -> tuple[str, ...]:
-    if op in (Op.PULL, Op.PUSH):
-        return (_LIMIT[transport], *_PEERS[transport])
-    if op in (Op.COPY, Op.SWAP):
-        return ("memcpy", "torch")
-    if op is Op.LATENCY:
-        return ("nixl", "nixl-prepared") if transport not in _BETWEEN_HOSTS else ("nixl-tcp",)
-    return ()
-
-
 def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
-    names = _usual_against(request.op, transport) if request.against is None else request.against
+    names: tuple[str, ...] = ()
+    if request.against is not None:
+        names = request.against
+    elif request.op in MOVES:
+        names = _USUAL[transport]
+    elif request.op is Op.LATENCY:
+        names = ("nixl",) if transport in _BETWEEN_HOSTS else ("nixl", "nixl-prepared")
     if transport in _BETWEEN_HOSTS:
-        names = tuple(_OVER_TCP.get(name, name) for name in names)
+        names = tuple("nixl-tcp" if name == "nixl" else name for name in names)
     names = tuple(dict.fromkeys(names))
     limits = [name for name in names if name in LIMITS]
-    suitable = _LIMIT.get(transport, "memcpy")
+    suitable = _USUAL[transport][0]
     limit = suitable if suitable in limits else next(iter(limits), None)
     return limit, tuple(name for name in names if name != limit)
 
 
 def _case(
-    request: Request, contender: str, call: str, transport: str, *, blocks: int | None = None, samples: int = 0
+    request: Request,
+    contender: str,
+    call: str,
+    transport: str = "local",
+    *,
+    blocks: int | None = None,
+    samples: int = 0,
 ) -> Case:
     limit, peers = _contenders(request, transport)
     tensors = request.tensors or _TENSORS.get(request.op, 1)
@@ -217,30 +232,13 @@ def _case(
         limit=limit,
         peers=peers,
         passes=request.passes or _PASSES,
-        samples=samples,
+        samples=workload.blocks if request.op is Op.LATENCY else samples,
     )
 
 
-def _between(request: Request) -> Iterator[Case]:
-    transport = request.transport or "shm"
-    yield _case(request, f"ours-{transport}", f"{request.op}_blocks", transport)
-
-
-def _inside(request: Request) -> Iterator[Case]:
-    """Yield the cases of copy and swap. A copy_cache call copies one row, so its caches have many tensors."""
-    if request.op is Op.SWAP:
-        yield _case(request, "ours-swap", "swap_blocks", "local")
-        return
-    yield _case(request, "ours-copy-blocks", "copy_blocks", "local")
-    rows = replace(request, tensors=request.tensors or _COPY_CACHE_TENSORS)
-    yield _case(rows, "ours-copy-cache", "copy_cache", "local")
-
-
-def _latency(request: Request) -> Iterator[Case]:
-    transport = request.transport or "shm"
+def _latency(request: Request, transport: str) -> Iterator[Case]:
     most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
     idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
-    idle = replace(idle, samples=idle.workload.blocks)
     yield idle
     if transport == "inproc":
         return
@@ -248,7 +246,6 @@ def _latency(request: Request) -> Iterator[Case]:
     # Only a pull from a pool consumes its key.
     pooled = replace(request, memory=request.memory or BenchMemory.POOL, against=())
     by_key = _case(pooled, f"ours-{transport}-key", "pull_cache by key", transport, blocks=min(_KEY_BLOCKS, most))
-    by_key = replace(by_key, samples=by_key.workload.blocks)
     yield by_key
     yield from _beside_python(by_key)
 
@@ -258,30 +255,3 @@ def _beside_python(idle: Case) -> Iterator[Case]:
     work = msgspec.structs.replace(idle.workload, blocks=max(1, idle.workload.blocks // 5))
     for busy in (Role.SOURCE, Role.DESTINATION):
         yield replace(idle, workload=work, samples=work.blocks, busy=busy, limit=None, peers=(), passes=1)
-
-
-def _single(request: Request) -> Iterator[Case]:
-    if request.op is Op.PLAN:
-        for blocks in (1000,) if request.blocks else _PLANNED:
-            yield _case(request, "ours-plan", "plan_blocks", "local", blocks=blocks, samples=_SAMPLES[Op.PLAN])
-    elif request.op is Op.ALLOC:
-        call = "allocate_blocks_cache + deallocate"
-        yield _case(request, "ours-alloc", call, "local", blocks=16, samples=_SAMPLES[Op.ALLOC])
-    else:
-        transport = request.transport or "shm"
-        if transport == "inproc":
-            raise BenchError("--transport: 'inproc' is one process, bench link needs two: shm, cma, tcp or nixl")
-        contender = f"ours-{transport}-link"
-        yield _case(request, contender, "link + unlink", transport, blocks=16, samples=_SAMPLES[Op.LINK])
-
-
-_MAKERS: Final = {
-    Op.PULL: _between,
-    Op.PUSH: _between,
-    Op.COPY: _inside,
-    Op.SWAP: _inside,
-    Op.LATENCY: _latency,
-    Op.PLAN: _single,
-    Op.ALLOC: _single,
-    Op.LINK: _single,
-}

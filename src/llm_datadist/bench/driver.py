@@ -5,40 +5,30 @@ A contender that fails loses only its own figures. If it is this library's, its 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench import BenchError, contenders
 from llm_datadist.bench.cases import Case, size_text
+from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.processes import Build, RunningContender
 from llm_datadist.bench.rows import Measured, Row, make_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from llm_datadist.bench.report import BenchReporter
     from llm_datadist.bench.workload import BenchWorkload
-
-_P = ParamSpec("_P")
 
 #: Usable part of the available memory; with more the machine might swap or kill.
 _SHARE: Final = 0.9
 #: Workload of the trial before any measurement.
 _TINY_BLOCKS: Final = 2
 _TINY_BYTES: Final = 4096
-
-
-class BenchListener(Protocol):
-    """Receiver of a run's progress."""
-
-    def say(self, text: str) -> None:
-        """Take one line for the user."""
-
-    def progress(self, case: Case, contender: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` passes are done and ``contender`` runs."""
 
 
 @dataclass(slots=True)
@@ -49,7 +39,7 @@ class Results:
     failures: list[str] = field(default_factory=list)
 
 
-def prepare(cases: Iterable[Case], tell: BenchListener, timeout_s: float) -> list[Case]:
+def prepare(cases: Iterable[Case], tell: BenchReporter, timeout_s: float) -> list[Case]:
     """Return the cases that can run, and say why others, or some contenders, are left out.
 
     A contender may decline the workload, or fail to connect; a case may exceed the memory.
@@ -60,7 +50,7 @@ def prepare(cases: Iterable[Case], tell: BenchListener, timeout_s: float) -> lis
 
 
 class _Check:
-    def __init__(self, tell: BenchListener, timeout_s: float) -> None:
+    def __init__(self, tell: BenchReporter, timeout_s: float) -> None:
         self._tell = tell
         self._timeout_s = timeout_s
         self._tried: dict[str, str | None] = {}
@@ -122,82 +112,81 @@ class _Check:
             self._tell.say(text)
 
 
-def run(cases: Sequence[Case], tell: BenchListener, timeout_s: float, build: Build | None = None) -> Results:
+def run(cases: Sequence[Case], tell: BenchReporter, timeout_s: float, build: Build | None = None) -> Results:
     """Run the cases in order, with workers of ``build``."""
     results = Results()
     for case in cases:
-        race = _CaseRun(case, tell, timeout_s, results.failures, build)
         try:
-            results.rows += race.run()
+            results.rows += _CaseRun(case, tell, timeout_s, results.failures, build).run()
         except (BenchError, OSError) as error:
             results.failures.append(f"{case.title}: {error}")
             tell.say(results.failures[-1])
     return results
 
 
+@dataclass(slots=True)
 class _CaseRun:
-    def __init__(
-        self, case: Case, tell: BenchListener, timeout_s: float, failures: list[str], build: Build | None
-    ) -> None:
-        self._case = case
-        self._tell = tell
-        self._timeout_s = timeout_s
-        self._failures = failures
-        self._build = build
-        self._measured: dict[str, Measured] = {}
-        self._running: dict[str, RunningContender] = {}
+    case: Case
+    tell: BenchReporter
+    timeout_s: float
+    failures: list[str]
+    build: Build | None
+    measured: dict[str, Measured] = field(default_factory=dict)
+    running: dict[str, RunningContender] = field(default_factory=dict)
 
     def run(self) -> list[Row]:
         with ExitStack() as stack:
             # All processes start before the first setup: imports take longest.
-            for contender in self._case.contenders:
-                self._guarded(contender, self._launch, stack, contender)
-            for contender in list(self._running):
-                self._guarded(contender, self._start, contender)
-            for number in range(self._case.passes + 1):
-                for contender in list(self._running):
-                    self._tell.progress(self._case, contender, number, self._case.passes + 1)
-                    self._guarded(contender, self._pass, contender, number)
-            transport = str(self._running[self._case.contender].facts.get("transport", self._case.transport))
-        limit = self._measured.get(self._case.limit or "")
-        peers = {name: self._measured[name] for name in self._case.peers if name in self._measured}
-        return make_rows(self._case, transport, self._measured[self._case.contender], limit, peers)
+            for contender in self.case.contenders:
+                with self._guarded(contender):
+                    started = stack.enter_context(RunningContender(contender, self.timeout_s, self.build))
+                    self.running[contender], self.measured[contender] = started, Measured()
+            for contender in list(self.running):
+                with self._guarded(contender):
+                    self._start(contender)
+            for number in range(self.case.passes + 1):
+                for contender in list(self.running):
+                    self.tell.progress(self.case, contender, number, self.case.passes + 1)
+                    with self._guarded(contender):
+                        self._pass(contender, number)
+            transport = str(self.running[self.case.contender].facts.get("transport", self.case.transport))
+        limit = self.measured.get(self.case.limit or "")
+        peers = {name: self.measured[name] for name in self.case.peers if name in self.measured}
+        return make_rows(self.case, transport, self.measured[self.case.contender], limit, peers)
 
-    def _guarded(self, contender: str, action: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Run an action of a contender; on failure drop the contender, unless it is this library's."""
+    @contextmanager
+    def _guarded(self, contender: str) -> Iterator[None]:
+        """If the block fails, drop the contender, unless it is this library's."""
         try:
-            action(*args, **kwargs)
+            yield
         except (BenchError, OSError) as error:
-            if contender == self._case.contender:
+            if contender == self.case.contender:
                 raise
-            self._failures.append(f"{self._case.title}: {error}")
-            self._tell.say(self._failures[-1])
-            self._measured.pop(contender, None)
-            lost = self._running.pop(contender, None)
+            self.failures.append(f"{self.case.title}: {error}")
+            self.tell.say(self.failures[-1])
+            self.measured.pop(contender, None)
+            lost = self.running.pop(contender, None)
             if lost is not None:
                 lost.kill()
 
-    def _launch(self, stack: ExitStack, contender: str) -> None:
-        self._running[contender] = stack.enter_context(RunningContender(contender, self._timeout_s, self._build))
-        self._measured[contender] = Measured()
-
     def _start(self, contender: str) -> None:
-        running = self._running[contender]
+        running = self.running[contender]
         with running.turn():
-            running.start(self._case.workload)
-            self._measured[contender].way = running.facts.get("way", "")
-            if contender == self._case.contender and self._case.busy:
-                running.busy(self._case.busy, on=True)
+            running.start(self.case.workload)
+            self.measured[contender].way = running.facts.get("way", "")
+            if contender == self.case.contender and self.case.busy:
+                side = running.processes[0 if self.case.busy is Role.SOURCE else -1]
+                running.ask(side, "busy", on=True)
 
     def _pass(self, contender: str, number: int) -> None:
-        running = self._running[contender]
+        running = self.running[contender]
         # Each pass moves other bytes.
         seed = number + 1
         with running.turn():
             running.prepare(seed)
-            if self._case.samples:
-                seconds, cpu_seconds = running.run("sample", self._case.samples)
+            if self.case.samples:
+                seconds, cpu_seconds = running.run("sample", self.case.samples)
             else:
-                seconds, cpu_seconds = running.run("timed", self._case.repeats if number else 1)
+                seconds, cpu_seconds = running.run("timed", self.case.repeats if number else 1)
             running.verify(seed)
-        self._measured[contender].add(number, seconds, cpu_seconds)
+        self.measured[contender].add(number, seconds, cpu_seconds)

@@ -39,9 +39,7 @@ Points = dict[str, dict[int, float]]
 def draw(rows: Sequence[Row], folder: Path) -> None:
     """Write a picture for each question that the rows answer, in colours for light and dark.
 
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: A file cannot be written.
+    A missing matplotlib is a ModuleNotFoundError, a file that cannot be written an OSError.
     """
     import matplotlib as mpl
 

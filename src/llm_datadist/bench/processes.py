@@ -76,14 +76,12 @@ class Process:
         assert self._process.stdout is not None
         self._stdin: IO[bytes] = self._process.stdin
         self._stdout: IO[bytes] = self._process.stdout
+        self.pid: Final = self._process.pid
+        self.signal: Final = self._process.send_signal
+        """Sends a signal, unless the process has ended."""
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="bench-answers", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        """Its id."""
-        return self._process.pid
 
     def send(self, do: str, **fields: object) -> None:
         """Give an order. If the process has ended, :meth:`answer` raises."""
@@ -91,15 +89,10 @@ class Process:
             self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
             self._stdin.flush()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
-        self._process.send_signal(number)
-
     def answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401  a JSON value
         """Return the value of the next answer.
 
-        Raises:
-            ContenderFailed: The process reported an error, ended, or said nothing for ``timeout_s`` seconds.
+        A process that reports an error, ends, or says nothing for ``timeout_s`` seconds, is a ContenderFailed.
         """
         try:
             line = self._answers.get(timeout=max(0.0, timeout_s))
@@ -124,8 +117,7 @@ class Process:
 
     def kill(self) -> None:
         """Kill the process if it lives; free pipes and thread. Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.wait(_KILL_S)
         self._reader.join(_KILL_S)
         with contextlib.suppress(BrokenPipeError):
@@ -155,8 +147,8 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
         self._failed = False
         self.processes: list[Process] = []
         try:
-            for role in find(self.contender).roles:
-                self.processes.append(Process(self.contender, role, build or Build()))
+            for role in find(contender).roles:
+                self.processes.append(Process(contender, role, build or Build()))
         except BaseException:
             self.kill()
             raise
@@ -169,11 +161,6 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
             # The initiator ends first, so it unlinks while its peer lives.
             for process in reversed(self.processes):
                 process.end()
-
-    @property
-    def pids(self) -> list[int]:
-        """Their ids."""
-        return [process.pid for process in self.processes]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -209,11 +196,6 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
         """Compare all bytes; raise ContenderFailed if some are wrong, or no process had any."""
         if not any(self.ask_all([("verify", {"seed": seed})])):
             raise ContenderFailed(f"{self.contender}: no process verified anything")
-
-    def busy(self, role: Role, *, on: bool) -> None:
-        """Start or end a thread of pure Python in that process."""
-        index = 0 if role is Role.SOURCE else -1
-        self.ask(self.processes[index], "busy", on=on)
 
     def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
         """Give every process all orders; return the answers to the last."""

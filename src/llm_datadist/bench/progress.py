@@ -25,7 +25,7 @@ class BenchProgress:
         live: True if there is a bar.
     """
 
-    def __init__(self, stream: TextIO, unit: str = "") -> None:
+    def __init__(self, stream: TextIO, unit: str) -> None:
         self._stream = stream
         self._drawn = 0.0
         self._bar: Any = None
@@ -78,12 +78,10 @@ class BenchProgress:
             self._drawn = time.monotonic()
 
 
-def steps(
-    items: Iterable[_T], name: Callable[[_T], object] = str, unit: str = "steps", stream: TextIO | None = None
-) -> Iterator[_T]:
+def steps(items: Iterable[_T], name: Callable[[_T], object] = str, unit: str = "steps") -> Iterator[_T]:
     """Yield the items; show their number and name on standard error: a bar, or a line for each."""
     known = list(items)
-    with BenchProgress(stream or sys.stderr, unit) as progress:
+    with BenchProgress(sys.stderr, unit) as progress:
         progress.begin(len(known))
         for number, item in enumerate(known):
             what = str(name(item))

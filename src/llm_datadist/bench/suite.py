@@ -35,11 +35,8 @@ _PASSES: Final = 3
 def standard(request: Request) -> list[Case]:
     """Return the cases of the standard suite, in the order of the table.
 
-    Args:
-        request: Only ``threads``, ``against`` and ``set_bytes``, which shrinks to fit memory.
-
-    Raises:
-        BenchError: Another option is given, or a contender does not exist.
+    ``request`` has only ``threads``, ``against`` and ``set_bytes``, which shrinks to fit memory; another option, or a
+    contender that does not exist, is a BenchError.
     """
     check_options(request, "standard", {"threads", "against"})
     request = replace(request, set_bytes=_fitting(request.set_bytes))
@@ -47,24 +44,28 @@ def standard(request: Request) -> list[Case]:
 
 
 def _all(request: Request) -> Iterator[Case]:
-    half = replace(request, set_bytes=max(_SMALLEST_SET, request.set_bytes // 2), against=None)
-    whole = replace(request, against=None)
+    whole = replace(request, against=None, passes=_PASSES)
+    half = replace(whole, set_bytes=max(_SMALLEST_SET, request.set_bytes // 2))
     for transport in ("shm", "cma", "tcp"):
         asked = half if transport == "tcp" else whole
         for size in _SIZES:
-            yield from cases_of(replace(asked, op=Op.PULL, transport=transport, block_bytes=size, passes=_PASSES))
+            yield from cases_of(replace(asked, op=Op.PULL, transport=transport, block_bytes=size))
     for transport in ("shm", "cma", "tcp"):
         for size in _FEW_SIZES:
-            yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size, passes=_PASSES))
-    registered = replace(half, transport="tcp", memory=BenchMemory.REGISTERED, against=("tcp-raw",), passes=_PASSES)
+            yield from cases_of(replace(half, op=Op.PUSH, transport=transport, block_bytes=size))
+    registered = replace(half, transport="tcp", memory=BenchMemory.REGISTERED, against=("tcp-raw",))
     for op in (Op.PULL, Op.PUSH):
         yield from cases_of(replace(registered, op=op))
     for op in (Op.COPY, Op.SWAP):
         for size in _FEW_SIZES:
-            cases = cases_of(replace(half, op=op, block_bytes=size, passes=_PASSES))
+            cases = cases_of(replace(half, op=op, block_bytes=size))
             # A row of a continuous cache is a whole sequence, never 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
-    yield from _counts(request)
+    for blocks in _COUNTS:
+        last = blocks == _COUNTS[-1]
+        if last or blocks * _SIZES[0] <= request.set_bytes:
+            asked = replace(whole, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
+            yield from cases_of(replace(asked, op=Op.PULL, passes=1 if last else _PASSES))
     for transport in ("shm", "cma", "tcp"):
         asked = replace(whole, op=Op.LATENCY, transport=transport, passes=2)
         # Busy Python matters differently where the owner answers (tcp) and where it does not (shm).
@@ -73,14 +74,6 @@ def _all(request: Request) -> Iterator[Case]:
     yield from cases_of(Request(op=Op.ALLOC, passes=2))
     for transport in ("shm", "tcp"):
         yield from cases_of(Request(op=Op.LINK, transport=transport, passes=2))
-
-
-def _counts(request: Request) -> Iterator[Case]:
-    for blocks in _COUNTS:
-        if blocks * _SIZES[0] > request.set_bytes and blocks < _COUNTS[-1]:
-            continue
-        asked = replace(request, op=Op.PULL, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
-        yield from cases_of(replace(asked, passes=1 if blocks == _COUNTS[-1] else _PASSES))
 
 
 def _fitting(nbytes: int) -> int:
@@ -92,14 +85,11 @@ def _fitting(nbytes: int) -> int:
 
 
 def _against(case: Case, names: tuple[str, ...] | None) -> Case:
+    """Return the case without limits and peers that are not named; ``nixl`` names its variants, too."""
     if names is None:
         return case
-    for contender in (case.limit, *case.peers):
-        if (
-            contender is not None
-            and contender.removesuffix("-tcp").removesuffix("-prepared") not in names
-            and contender not in names
-        ):
+    for contender in case.contenders[1:]:
+        if contender not in names and contender.removesuffix("-tcp").removesuffix("-prepared") not in names:
             case = case.without(contender)
     return case
 
@@ -135,11 +125,10 @@ def floors(rows: Sequence[Row]) -> list[Floor]:
 
 
 def _floors_between(rows: Sequence[Row]) -> Iterator[Floor]:
-    standard_blocks = [row for row in rows if row.op in (Op.PULL, Op.PUSH)]
     for transport in ("shm", "cma", "tcp"):
         for op in (Op.PULL, Op.PUSH):
             for size in _SIZES if op is Op.PULL else _FEW_SIZES:
-                ratios = [row.ratio_to_limit for row in _of(standard_blocks, op, transport, size)]
+                ratios = [row.ratio_to_limit for row in _of(rows, op, transport, size)]
                 wanted = 0.9 if transport != "tcp" else 0.85 if size >= _TCP_LARGE else 0.7
                 yield Floor(f"{op} over {transport}, {size // _KIB} KiB, of the limit", _worst(ratios), wanted)
     for transport, peer, size, wanted in (
@@ -151,15 +140,16 @@ def _floors_between(rows: Sequence[Row]) -> Iterator[Floor]:
         ("tcp", "nixl-tcp", 1024, 1.5),
         *(("tcp", "mooncake", size // _KIB, 1.5) for size in _SIZES),
     ):
-        yield _beside(standard_blocks, Op.PULL, transport, size, peer, wanted)
-    yield _beside(standard_blocks, Op.PUSH, "tcp", 1024, "nixl-tcp", 0.85)
-    yield from (_beside(standard_blocks, Op.PUSH, "tcp", size // _KIB, "mooncake", 1.5) for size in _FEW_SIZES)
+        yield _beside(rows, Op.PULL, transport, size, peer, wanted)
+    yield _beside(rows, Op.PUSH, "tcp", 1024, "nixl-tcp", 0.85)
+    yield from (_beside(rows, Op.PUSH, "tcp", size // _KIB, "mooncake", 1.5) for size in _FEW_SIZES)
 
 
 def _beside(rows: Sequence[Row], op: Op, transport: str, size: int, peer: str, wanted: float) -> Floor:
     found = [row for row in _of(rows, op, transport, size * _KIB) if row.peer == peer]
     what = f"{op} over {transport}, {size} KiB, of {peer}"
-    return Floor(what, _worst([row.ratio_to_peer for row in found]), wanted, limit=_limits_own(found))
+    raw = [row.ratio_to_peer / row.ratio_to_limit for row in found if row.ratio_to_peer and row.ratio_to_limit]
+    return Floor(what, _worst([row.ratio_to_peer for row in found]), wanted, limit=min(raw, default=None))
 
 
 def _floors_inside(rows: Sequence[Row]) -> Iterator[Floor]:
@@ -175,10 +165,10 @@ def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
         idle = [row for row in rows if row.op == Op.LATENCY and row.busy is None and row.transport == transport]
         single = [1 / row.ratio_to_peer for row in idle if row.peer == peer and row.ratio_to_peer]
         what = f"pull of one 64 KiB block over {transport}, p50"
-        yield Floor(f"{what}, in that of {peer}", _highest(single), wanted, "x", at_most=True)
+        yield Floor(f"{what}, in that of {peer}", max(single, default=None), wanted, at_most=True)
         if transport == "tcp":
             spread = [row.seconds_p90 / row.seconds_median for row in idle if row.call == "pull_blocks"]
-            yield Floor("the same, p90 in p50", _highest(spread), 2.0, "x", at_most=True)
+            yield Floor("the same, p90 in p50", max(spread, default=None), 2.0, at_most=True)
     for transport, micros in (("shm", 100.0), ("tcp", 200.0)):
         keyed = _micros(rows, transport, _BY_KEY, None)
         yield Floor(f"pull_cache by key over {transport}, 64 KiB, p50", keyed, micros, "us", at_most=True)
@@ -186,15 +176,15 @@ def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
             for call in ("pull_blocks", _BY_KEY):
                 yield _beside_python(rows, transport, call, busy)
     planned = [row.seconds_median * 1e6 for row in rows if row.op == Op.PLAN and row.blocks == 1000]
-    yield Floor("planning 122 tensors x 1000 blocks", _highest(planned), 100.0, "us", at_most=True)
+    yield Floor("planning 122 tensors x 1000 blocks", max(planned, default=None), 100.0, "us", at_most=True)
     counted = [
         1 / row.ratio_to_limit
         for row in rows
         if row.op == Op.PULL and row.blocks in _COUNTS and row.block_bytes == _SIZES[0] and row.ratio_to_limit
     ]
-    yield Floor("4 KiB blocks, 10^2 to 10^6, time in memcpy's", _highest(counted), 1.5, "x", at_most=True)
+    yield Floor("4 KiB blocks, 10^2 to 10^6, time in memcpy's", max(counted, default=None), 1.5, at_most=True)
     allocated = [row.seconds_median * 1e6 / row.tensors for row in rows if row.op == Op.ALLOC]
-    yield Floor("allocate and free, for each tensor", _highest(allocated), 20.0, "us", at_most=True)
+    yield Floor("allocate and free, for each tensor", max(allocated, default=None), 20.0, "us", at_most=True)
 
 
 def _beside_python(rows: Sequence[Row], transport: str, call: str, busy: Role) -> Floor:
@@ -207,7 +197,8 @@ def _beside_python(rows: Sequence[Row], transport: str, call: str, busy: Role) -
 
 def _micros(rows: Sequence[Row], transport: str, call: str, busy: Role | None) -> float | None:
     chosen = (Op.LATENCY, transport, call, busy)
-    return _highest([row.seconds_median * 1e6 for row in rows if (row.op, row.transport, row.call, row.busy) == chosen])
+    found = (row for row in rows if (row.op, row.transport, row.call, row.busy) == chosen)
+    return max((row.seconds_median * 1e6 for row in found), default=None)
 
 
 def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
@@ -218,14 +209,5 @@ def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
     ]
 
 
-def _limits_own(rows: Sequence[Row]) -> float | None:
-    """Return the raw limit's ratio to the peer."""
-    return _worst([row.ratio_to_peer / row.ratio_to_limit for row in rows if row.ratio_to_peer and row.ratio_to_limit])
-
-
 def _worst(ratios: Sequence[float | None]) -> float | None:
     return min((each for each in ratios if each is not None), default=None)
-
-
-def _highest(values: Sequence[float]) -> float | None:
-    return max(values, default=None)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-import queue
 import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 _ORPHANED: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
-_OF_THE_CONTENDER: Final = {"connect", "fill", "poison", "timed", "sample", "verify"}
+_OF_THE_CONTENDER: Final = ("connect", "fill", "poison", "timed", "sample", "verify")
 
 Order = dict[str, Any]
 _decode_order: Final = msgspec.json.Decoder(Order).decode
@@ -42,45 +41,38 @@ class BenchWorker:
         self._role = role
         self._side: Contender | None = None
         self._busy: Busy | None = None
-        self._own: Final[dict[str, Callable[..., object]]] = {
+        self._commands: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
             "cpu": time.process_time,
             "busy": self._be_busy,
-            "stop": self.stop,
+            "stop": self._stop,
         }
 
     def execute(self, order: Order) -> Order:
         """Execute one order; return the answer."""
         name = order.pop("do", None)
         try:
-            return {"value": self._command(name)(**order)}
+            if name not in self._commands:
+                raise ValueError(f"{name}: no such command, or not started")
+            return {"value": self._commands[name](**order)}
         except Exception as error:  # noqa: BLE001  the driver shows it
             return {"error": f"{type(error).__name__}: {error}"}
-
-    def stop(self) -> None:
-        """Free everything. Idempotent."""
-        self._be_busy(on=False)
-        contender, self._side = self._side, None
-        if contender is not None:
-            contender.stop()
-
-    def _command(self, name: str) -> Callable[..., object]:
-        if name in self._own:
-            return self._own[name]
-        if self._side is None or name not in _OF_THE_CONTENDER:
-            raise ValueError(f"{name}: no such command, or not started")
-        command: Callable[..., object] = getattr(self._side, name)
-        return command
 
     def _start(self, workload: object) -> object:
         work = msgspec.convert(workload, BenchWorkload)  # noqa: TID251 (in the only thread)
         self._side = find(self._name)(self._role, work)
+        self._commands.update((name, getattr(self._side, name)) for name in _OF_THE_CONTENDER)
         return self._side.start()
 
     def _be_busy(self, *, on: bool) -> None:
         if self._busy is not None:
             self._busy.end()
         self._busy = Busy() if on else None
+
+    def _stop(self) -> None:
+        self._be_busy(on=False)
+        if self._side is not None:
+            self._side.stop()
 
 
 class Busy:
@@ -102,41 +94,21 @@ class Busy:
             count += 1
 
 
-def _read_orders(orders: queue.SimpleQueue[bytes], stopping: threading.Event) -> None:
-    # Unbuffered: a daemon thread that holds the lock of sys.stdin makes the interpreter's exit fail.
-    with io.FileIO(0, closefd=False) as stdin:
-        while line := stdin.readline():
-            orders.put(line)
-    os._exit(0 if stopping.is_set() else _ORPHANED)
-
-
-def _take_stdout() -> io.FileIO:
-    """Return the real standard output; redirect other code's to standard error."""
-    answers = io.FileIO(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
-
-
-def main(arguments: list[str]) -> int:
-    """Execute orders until the driver sends ``stop``."""
-    name, role = arguments
+def main(name: str, role: str) -> NoReturn:
+    """Execute orders until the driver sends ``stop``, or ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = _take_stdout()
-    orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    stopping = threading.Event()
-    threading.Thread(target=_read_orders, args=(orders, stopping), name="bench-orders", daemon=True).start()
+    answers = io.FileIO(os.dup(1), "w")
+    os.dup2(2, 1)  # what other code writes there goes to standard error
     worker = BenchWorker(name, Role(role))
-    while True:
-        order = _decode_order(orders.get())
+    for line in sys.stdin.buffer:
+        order = _decode_order(line)
         last = order.get("do") == "stop"
-        answer = worker.execute(order)
-        if last:
-            stopping.set()
-        answers.write(msgspec.json.encode(answer) + b"\n")
+        answers.write(msgspec.json.encode(worker.execute(order)) + b"\n")
         if last:
             # A peer's library may hang the interpreter's shutdown.
             os._exit(0)
+    os._exit(_ORPHANED)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
-"""The work of a case: sizes, block numbers, and bytes that differ from block to block."""
+"""The work of a case: sizes, block numbers, memory, and bytes that differ from block to block."""
 
 from __future__ import annotations
 
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -98,9 +99,34 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks to write: shape (blocks,), all odd; number i takes ``src_blocks[i]``."""
         return self._shuffled(1)
 
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Each block to read, with the one to write."""
+        return list(zip(self.src_blocks.tolist(), self.dst_blocks.tolist(), strict=True))
+
     def _shuffled(self, first: int) -> NDArray[np.int64]:
         order = np.random.default_rng([self.seed, first]).permutation(self.blocks).astype(np.int64)
         return order * SPREAD + first
+
+
+def private_tensors(workload: BenchWorkload) -> list[Bytes]:
+    """Return the workload's tensors in private pages of the usual size.
+
+    NumPy would use huge pages, which move at another speed.
+    """
+    return _tensors(workload, mmap.MAP_PRIVATE)
+
+
+def tensors_like(workload: BenchWorkload) -> list[Bytes]:
+    """Return the workload's tensors in its kind of pages: shared for a pool, else private."""
+    return _tensors(workload, mmap.MAP_SHARED if workload.memory is BenchMemory.POOL else mmap.MAP_PRIVATE)
+
+
+def _tensors(workload: BenchWorkload, sharing: int) -> list[Bytes]:
+    shape = (workload.rows, workload.block_bytes)
+    flags = sharing | mmap.MAP_ANONYMOUS
+    pages = (mmap.mmap(-1, workload.tensor_bytes, flags=flags) for _ in range(workload.tensors))
+    return [np.frombuffer(each, np.uint8).reshape(shape) for each in pages]
 
 
 def fill(views: Sequence[Bytes], seed: int) -> None:
@@ -111,27 +137,16 @@ def fill(views: Sequence[Bytes], seed: int) -> None:
             view[part] = windows[part]
 
 
-def poison(views: Sequence[Bytes]) -> None:
-    """Overwrite every byte with ``POISON``."""
+def poison(views: Sequence[Bytes], *, in_place: bool = False) -> None:
+    """Overwrite every byte with ``POISON``; ``in_place``, for copies inside one cache, only destination blocks."""
     for view in views:
-        view.fill(POISON)
-
-
-def poison_blocks(views: Sequence[Bytes], workload: BenchWorkload) -> None:
-    """Poison only destination blocks, for copies inside one cache."""
-    for view in views:
-        view[1::SPREAD] = POISON
+        (view[1::SPREAD] if in_place else view)[...] = POISON
 
 
 def verify(views: Sequence[Bytes], workload: BenchWorkload, seed: int, *, in_place: bool = False) -> None:
-    """Compare every byte of the destination: addressed blocks and all others.
+    """Compare every byte of the destination, addressed blocks and all others, or raise WrongBytes.
 
-    Args:
-        seed: Seed of the source's bytes.
-        in_place: Source and destination are one memory: other blocks hold the source's bytes, not poison.
-
-    Raises:
-        WrongBytes: The text names tensor and block.
+    ``in_place``: source and destination are one memory; other blocks hold the source's bytes, not poison.
     """
     # By destination block: reads go from front to back, without a gather.
     sources = workload.src_blocks[np.argsort(workload.dst_blocks)]

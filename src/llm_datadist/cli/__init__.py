@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-_USAGE_ERROR: Final = 2
-_INTERRUPTED: Final = 130
+FAILED: Final = 1
+USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130
 _EXTRA: Final = {"typer", "rich", "textual"}
 
 
@@ -18,7 +19,7 @@ def main() -> int:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
         print(f"llm-datadist needs {error.name}: pip install 'open-datadist[cli]'", file=sys.stderr)
-        return _USAGE_ERROR
+        return USAGE_ERROR
     except KeyboardInterrupt:  # during the imports; commands handle their own
-        return _INTERRUPTED
+        return INTERRUPTED
     return run()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-# The extra promises rich: without it the command must not start.
-import rich  # noqa: F401
 import typer
 
 import llm_datadist

@@ -19,10 +19,9 @@ from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.workload import BenchMemory, Op
+from llm_datadist.cli import FAILED, USAGE_ERROR
 from llm_datadist.cli.usage import about
 
-_FAILED: Final = 1
-_USAGE_ERROR: Final = 2
 _MIB: Final = 20
 #: Upper bounds, checked here: not every version of typer names value and range.
 _HIGHEST: Final = {
@@ -36,28 +35,10 @@ _HIGHEST: Final = {
 }
 
 
-class What(StrEnum):
-    """The argument of ``bench``: the standard suite, or an op."""
-
-    STANDARD = "standard"
-    PULL = "pull"
-    PUSH = "push"
-    COPY = "copy"
-    SWAP = "swap"
-    LATENCY = "latency"
-    PLAN = "plan"
-    ALLOC = "alloc"
-    LINK = "link"
-
-
-class BenchTransport(StrEnum):
-    """Values of ``--transport``."""
-
-    SHM = "shm"
-    CMA = "cma"
-    TCP = "tcp"
-    NIXL = "nixl"
-    INPROC = "inproc"
+#: The argument of ``bench``: the standard suite, or an op.
+What = StrEnum("What", "STANDARD PULL PUSH COPY SWAP LATENCY PLAN ALLOC LINK")
+#: Values of ``--transport``.
+BenchTransport = StrEnum("BenchTransport", "SHM CMA TCP NIXL INPROC")
 
 
 def bench(
@@ -130,7 +111,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         cases = prepare(asked, reporter, timeout)
         if not cases:
             reporter.say("nothing is left to run")
-            return _USAGE_ERROR
+            return USAGE_ERROR
         reporter.take(cases)
         results = run(cases, reporter, timeout)
     show_rows(results.rows, sys.stdout)
@@ -142,7 +123,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         draw(results.rows, plot_folder)
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)
-    return _FAILED if results.failures else 0
+    return FAILED if results.failures else 0
 
 
 def _check_range(name: str, value: int | None) -> None:

@@ -59,7 +59,10 @@ def doctor(
     if address is not None:
         with Console(stderr=True).status("examining the peer") as status:
             findings += peer.examine(*address, given, status.update, cluster_id)
-    _show_json(findings) if as_json else _show(findings)
+    if as_json:
+        print(msgspec.json.encode({"exit_code": exit_code(findings), "findings": findings}).decode())
+    else:
+        _show(findings)
     raise typer.Exit(exit_code(findings))
 
 
@@ -90,11 +93,6 @@ def _serve(host: str, port: int, given: dict[str, str]) -> int:
         print(f"llm-datadist doctor: {error}", file=sys.stderr)
         return _FAILED
     return 0
-
-
-def _show_json(findings: list[Finding]) -> None:
-    shown = {"exit_code": exit_code(findings), "findings": findings}
-    print(msgspec.json.encode(shown).decode())
 
 
 def _show(findings: list[Finding]) -> None:

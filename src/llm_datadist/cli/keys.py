@@ -77,7 +77,7 @@ def _failed(error: Exception) -> typer.Exit:
 def _new_secret(path: Path, name: str) -> None:
     present = read_secrets(path) if path.exists() else []
     if name in {each.id for each in present} or not name or name.split() != [name] or name.startswith("#"):
-        raise typer.BadParameter(f"--id {name!r} is taken, or is not one word")
+        raise typer.BadParameter(f"{path} has a secret {name!r} already, or that is not one word: choose another --id")
     new_secret(path, name)
     print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by instances that use this file")
 
@@ -99,18 +99,15 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
         print(f"llm.TlsCert={folder / name}.pem llm.TlsKey={folder / name}.key llm.TlsCa={folder / 'ca.pem'}")
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a new file, for this user only."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-
-
 def _write_pair(path: Path, key: EllipticCurvePrivateKey, certificate: Certificate) -> None:
+    """Write two new files, for this user only."""
     from cryptography.hazmat.primitives import serialization as form
 
     secret = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-    _write(path.with_name(f"{path.name}.key"), secret)
-    _write(path.with_name(f"{path.name}.pem"), certificate.public_bytes(form.Encoding.PEM))
+    for suffix, data in (("key", secret), ("pem", certificate.public_bytes(form.Encoding.PEM))):
+        file = path.with_name(f"{path.name}.{suffix}")
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new_file:
+            new_file.write(data)
 
 
 def _certificate(

@@ -61,8 +61,7 @@ class Remote:
     def read(self, timeout: float = 0.0) -> list[Instance] | None:
         """Return the newest reading; None if there is none within ``timeout`` seconds.
 
-        Raises:
-            SourceError: ssh failed; calls fail for three seconds, then start it again.
+        Raises SourceError if ssh failed; calls fail for three seconds, then start it again.
         """
         if self.ssh is None:
             if time.monotonic() < self._again:

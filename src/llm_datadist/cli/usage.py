@@ -9,11 +9,9 @@ from typing import Final, cast
 import typer
 from typer.core import TyperGroup
 
+from llm_datadist.cli import FAILED, INTERRUPTED, USAGE_ERROR
 from llm_datadist.config import OPTIONS
 
-_FAILED: Final = 1
-_USAGE_ERROR: Final = 2
-_INTERRUPTED: Final = 130
 #: ClickException; newer typers bring their own click.
 _Mistake: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
@@ -27,7 +25,7 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("llm-datadist: interrupted", file=sys.stderr)
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def about(option: str) -> str:
@@ -48,11 +46,11 @@ def answer(app: typer.Typer, name: str) -> int:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except _Mistake as mistake:
         print(_line(mistake, name), file=sys.stderr)
-        return _USAGE_ERROR
+        return USAGE_ERROR
     except BrokenPipeError:
         # The reader has ended; the interpreter must not complain when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
+        return FAILED
     return status if isinstance(status, int) else 0
 
 

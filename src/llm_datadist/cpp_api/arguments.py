@@ -27,19 +27,7 @@ from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
 from llm_datadist._transfer.arguments import Rules, byte_count, equal_lengths, instance_of
 from llm_datadist._transfer.local_copy import Operand
 from llm_datadist._transfer.resolution import RemoteName
-from llm_datadist.cpp_api.structs import (
-    DT_UNDEFINED,
-    Cache,
-    CacheDesc,
-    CacheIndex,
-    CachePlacement,
-    ClusterInfo,
-    IpInfo,
-    KvCacheExtParam,
-    LlmRole,
-    RegisterCfg,
-    Undefined,
-)
+from llm_datadist.cpp_api import structs
 from llm_datadist.errors import ParamError
 from llm_datadist.types.cluster import check_endpoint
 
@@ -47,9 +35,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def role(name: str, value: LlmRole) -> types.LLMRole:
+def role(name: str, value: structs.LlmRole) -> types.LLMRole:
     """Return the engine's role."""
-    check_rule(check_type(name, value, LlmRole) is not LlmRole.kEnd, f"{name}={value!r}: not a role")
+    check_rule(check_type(name, value, structs.LlmRole) is not structs.LlmRole.kEnd, f"{name}={value!r}: not a role")
     return types.LLMRole(int(value))
 
 
@@ -58,29 +46,25 @@ def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = Fal
 
     ``local_ip``: each must have a local ip. ``learn``: a cluster id of 0 is learned from the peer.
     """
-    given = check_list("clusters", clusters, ClusterInfo, tuple_ok=True)
+    given = check_list("clusters", clusters, structs.ClusterInfo)
     check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
     return [_cluster_info(f"clusters[{i}]", each, local_ip=local_ip, learn=learn) for i, each in enumerate(given)]
 
 
-def _cluster_info(name: str, cluster: ClusterInfo, *, local_ip: bool, learn: bool) -> types.LLMClusterInfo:
+def _cluster_info(name: str, cluster: structs.ClusterInfo, *, local_ip: bool, learn: bool) -> types.LLMClusterInfo:
     info = types.LLMClusterInfo()
     cluster_id = check_uint64(f"{name}.remote_cluster_id", cluster.remote_cluster_id)
     if cluster_id or not learn:
         info.remote_cluster_id = cluster_id
     info.remote_role_type = check_int32(f"{name}.remote_role_type", cluster.remote_role_type)
-    for ip, port in _endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos, named=False):
-        info.append_local_ip_info(ip, port)
+    info.local_ip_info_list.extend(_endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos, named=False))
     check_rule(info.local_ip_info_list or not local_ip, f"{name}.local_ip_infos is empty: this host's ip is needed")
-    if not info.local_ip_info_list:
-        info.append_local_ip_info(0, 0)  # no effect
-    for ip, port in _endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos, named=True):
-        info.append_remote_ip_info(ip, port)
+    info.remote_ip_info_list.extend(_endpoints(f"{name}.remote_ip_infos", cluster.remote_ip_infos, named=True))
     return info
 
 
 def _endpoints(name: str, infos: object, *, named: bool) -> list[tuple[int | str, int]]:
-    endpoints = check_list(name, infos, IpInfo, tuple_ok=True)
+    endpoints = check_list(name, infos, structs.IpInfo)
     return [
         check_endpoint(check_type(f"{name}[{i}].ip", each.ip, str), each.port, f"{name}[{i}].", named=named)
         for i, each in enumerate(endpoints)
@@ -89,37 +73,36 @@ def _endpoints(name: str, infos: object, *, named: bool) -> list[tuple[int | str
 
 def cache_id(name: str, cache: object) -> int:
     """Return a local cache's id, the only field that transfers read (interface R31)."""
-    return check_int64(f"{name}.cache_id", check_type(name, cache, Cache).cache_id)
+    return check_int64(f"{name}.cache_id", check_type(name, cache, structs.Cache).cache_id)
 
 
 def _geometry(name: str, cache_desc: object) -> Geometry:
     """Return the geometry of a cache of rows and blocks."""
-    desc = check_type(name, cache_desc, CacheDesc)
-    placement = check_type(f"{name}.placement", desc.placement, CachePlacement)
+    desc = check_type(name, cache_desc, structs.CacheDesc)
+    placement = check_type(f"{name}.placement", desc.placement, structs.CachePlacement)
     num_tensors = check_uint32(f"{name}.num_tensors", desc.num_tensors)
-    data_type = check_type(f"{name}.data_type", desc.data_type, (types.DataType, Undefined))
+    data_type = check_type(f"{name}.data_type", desc.data_type, (types.DataType, structs.Undefined))
     shape = check_type(f"{name}.shape", desc.shape, (list, tuple))
-    if isinstance(data_type, Undefined):
-        raise ParamError(f"{name}.data_type={DT_UNDEFINED.name}: an element type is needed")
+    if isinstance(data_type, structs.Undefined):
+        raise ParamError(f"{name}.data_type={structs.DT_UNDEFINED.name}: an element type is needed")
     check_rule(shape, f"{name}.shape is empty: at least one dimension is needed")
     described = types.CacheDesc(num_tensors, list(shape), data_type, types.Placement(int(placement)))
     return Geometry.of(described, CacheKind.MIX)
 
 
-def operand(name: str, cache: object) -> int | Operand:
+def operand(name: str, cache: structs.Cache) -> int | Operand:
     """Return one side of CopyKvBlocks: a local cache's id, or host memory (interface R13)."""
     number = cache_id(name, cache)
     if number >= 1:
         return number
-    given = check_type(name, cache, Cache)
     check_rule(number == -1, f"{name}.cache_id={number}: ids begin at 1, and -1 stands for host memory without one")
-    check_type(f"{name}.cache_desc", given.cache_desc, CacheDesc)
+    check_type(f"{name}.cache_desc", cache.cache_desc, structs.CacheDesc)
     check_rule(
-        given.cache_desc.placement is not CachePlacement.kDevice,
+        cache.cache_desc.placement is not structs.CachePlacement.kDevice,
         f"{name}: cache_id=-1 on kDevice: only host memory can be named by its addresses; register device memory",
     )
-    shape = _geometry(f"{name}.cache_desc", given.cache_desc)
-    addresses = check_uint64_list(f"{name}.tensor_addrs", given.tensor_addrs)
+    shape = _geometry(f"{name}.cache_desc", cache.cache_desc)
+    addresses = check_uint64_list(f"{name}.tensor_addrs", cache.tensor_addrs)
     check_rule(
         len(addresses) == shape.num_tensors,
         f"{name}.tensor_addrs has {len(addresses)} addresses: one per tensor is needed, and there are "
@@ -135,7 +118,7 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
 
     ``own_cluster_id`` is refused as the peer of a pull (interface R28); None for a push.
     """
-    given = check_type(name, index, CacheIndex)
+    given = check_type(name, index, structs.CacheIndex)
     cluster = check_uint64(f"{name}.cluster_id", given.cluster_id)
     remote = check_int64(f"{name}.cache_id", given.cache_id)
     batch_index = check_uint32(f"{name}.batch_index", given.batch_index)
@@ -148,7 +131,7 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
 
 def layers(name: str, ext_param: object) -> LayerSelection:
     """Return the layers of a transfer (interface R14)."""
-    ext = check_type(name, ext_param, KvCacheExtParam)
+    ext = check_type(name, ext_param, structs.KvCacheExtParam)
     per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
     check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")
     return LayerSelection(
@@ -185,7 +168,7 @@ ARGUMENTS: Final[Rules] = {
     "dst_cache": cache_id,
     "size": byte_count,
     "ext_param": layers,
-    "cfg": instance_of(RegisterCfg),
+    "cfg": instance_of(structs.RegisterCfg),
 }
 
 

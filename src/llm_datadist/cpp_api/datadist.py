@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.linking import Pending
     from llm_datadist.types.descriptors import BlockNumbers
 
-#: Errors that become a status.
-_FAILURES: Final = (LLMException, OSError, MemoryError)
-
 _ALL_LAYERS: Final = KvCacheExtParam()
 _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
@@ -95,7 +92,7 @@ class LlmDataDist:
         Source: interface §9, §3.1.
         """
         given = check_dict("options", options, str, str)
-        with _Call(self._state, "Initialize") as call:
+        with _StatusCall(self._state, "Initialize") as call:
             with self._making:
                 # Made at the first call: bad arguments of the constructor are a status.
                 if (dist := self._state.dist) is None:
@@ -123,7 +120,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.2.
         """
-        with _Call(self._state, "Finalize") as call:
+        with _StatusCall(self._state, "Finalize") as call:
             if self._state.dist is not None:
                 tear_down(self._state.dist)
         return call.status
@@ -165,7 +162,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _Call(self._state, "LinkLlmClusters") as call:
+        with _StatusCall(self._state, "LinkLlmClusters") as call:
             engine = call.engine
             check_timeout(timeout)
             local_ip = engine.options.local_comm_res is None and engine.options.listen is None
@@ -183,7 +180,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.4.
         """
-        with _Call(self._state, "UnlinkLlmClusters") as call:
+        with _StatusCall(self._state, "UnlinkLlmClusters") as call:
             engine = call.engine
             check_timeout(timeout)
             check_type("force", force, bool)
@@ -204,7 +201,7 @@ class LlmDataDist:
 
         Source: interface §9, §3.6.
         """
-        with _Call(self._state, "SetRole") as call:
+        with _StatusCall(self._state, "SetRole") as call:
             _, dist, taken = call.engine, self.datadist, arguments.role("role", role)
             given = check_dict("options", options, str, str)
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
@@ -225,7 +222,7 @@ class LlmDataDist:
         Source: interface §9, §6.6.
         """
         cache_id: int | None = None
-        with _Call(self._state, "RegisterKvCache") as call:
+        with _StatusCall(self._state, "RegisterKvCache") as call:
             engine = call.engine
             geometry, addresses, _ = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cfg=cfg)
             check_addresses(addresses, geometry)
@@ -242,7 +239,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.7.
         """
-        with _Call(self._state, "UnregisterKvCache") as call:
+        with _StatusCall(self._state, "UnregisterKvCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
@@ -260,7 +257,7 @@ class LlmDataDist:
         Source: interface §9, §6.1.
         """
         cache: Cache | None = None
-        with _Call(self._state, "AllocateCache") as call:
+        with _StatusCall(self._state, "AllocateCache") as call:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
@@ -279,7 +276,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.2.
         """
-        with _Call(self._state, "DeallocateCache") as call:
+        with _StatusCall(self._state, "DeallocateCache") as call:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
@@ -294,13 +291,11 @@ class LlmDataDist:
         size: int = -1,
         ext_param: KvCacheExtParam = _ALL_LAYERS,
     ) -> LLMStatusCode:
-        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``.
-
-        As ``CacheManager.pull_cache``.
+        """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``, as ``CacheManager.pull_cache``.
 
         Source: interface §9, §6.10.
         """
-        with _Call(self._state, "PullKvCache") as call:
+        with _StatusCall(self._state, "PullKvCache") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=True)
             cache_id, row, nbytes, layers = check(
@@ -325,7 +320,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.11.
         """
-        with _Call(self._state, "PullKvBlocks") as call:
+        with _StatusCall(self._state, "PullKvBlocks") as call:
             engine = call.engine
             name = arguments.remote_name("src_cache_index", src_cache_index, engine.cluster_id, row=False)
             cache_id = arguments.cache_id("dst_cache", dst_cache)
@@ -350,7 +345,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.12.
         """
-        with _Call(self._state, "PushKvCache") as call:
+        with _StatusCall(self._state, "PushKvCache") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=True)
@@ -377,7 +372,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.13.
         """
-        with _Call(self._state, "PushKvBlocks") as call:
+        with _StatusCall(self._state, "PushKvBlocks") as call:
             engine = call.engine
             cache_id = arguments.cache_id("src_cache", src_cache)
             name = arguments.remote_name("dst_cache_index", dst_cache_index, row=False)
@@ -407,7 +402,7 @@ class LlmDataDist:
 
         Source: interface §9, §6.5.
         """
-        with _Call(self._state, "CopyKvCache") as call:
+        with _StatusCall(self._state, "CopyKvCache") as call:
             engine = call.engine
             src, dst, src_row, dst_row, start, nbytes = check(
                 ARGUMENTS,
@@ -447,14 +442,14 @@ class LlmDataDist:
 
         Source: interface §9.
         """
-        with _Call(self._state, "CopyKvBlocks") as call:
+        with _StatusCall(self._state, "CopyKvBlocks") as call:
             engine = call.engine
             src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
-            sources, lists = arguments.block_lists(src_blocks, dst_blocks_list)
+            blocks = arguments.block_lists(src_blocks, dst_blocks_list)
             detail = "%s -> %s, %d blocks to %d lists"
-            ids = (src_cache.cache_id, dst_cache.cache_id, sources.size, len(lists))
+            ids = (src_cache.cache_id, dst_cache.cache_id, blocks[0].size, len(blocks[1]))
             with engine.meters.span("CopyKvBlocks", detail, *ids) as span:
-                span.nbytes = engine.local.copy_block_lists(src, dst, sources, lists, engine.deadline(), "CopyKvBlocks")
+                span.nbytes = engine.local.copy_block_lists(src, dst, blocks, engine.deadline(), "CopyKvBlocks")
         return call.status
 
 
@@ -466,11 +461,8 @@ class _State:
         self.errors = threading.local()
 
 
-class _Call(AbstractContextManager["_Call"]):
-    """Context of one call, which turns exceptions except TypeError into its ``status``.
-
-    Threads: one.
-    """
+class _StatusCall(AbstractContextManager["_StatusCall"]):
+    """Context of one call, which turns exceptions except TypeError into its ``status``. Threads: one."""
 
     __slots__ = ("_of", "_what", "status", "statuses")
 
@@ -500,7 +492,7 @@ class _Call(AbstractContextManager["_Call"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # NoneArgument is an LLMException and a TypeError (interface R1); here it is a TypeError.
-        if not isinstance(error, _FAILURES) or isinstance(error, TypeError):
+        if not isinstance(error, (LLMException, OSError, MemoryError)) or isinstance(error, TypeError):
             return False
         status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         self.status = status or LLMStatusCode.LLM_FAILED

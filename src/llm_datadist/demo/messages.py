@@ -58,7 +58,7 @@ class DemoOutcome(msgspec.Struct, frozen=True, tag=True):
         tokens: The tokens after the first.
         digest: SHA-256 of the pulled keys and values.
         transport: The transport that moved the blocks.
-        nbytes: Pulled bytes, over all tensors.
+        bytes: Pulled bytes, over all tensors.
         seconds: Seconds of the ``pull_blocks`` call.
         sealed: Both sides were authenticated.
     """
@@ -68,7 +68,7 @@ class DemoOutcome(msgspec.Struct, frozen=True, tag=True):
     transport: str
     reason: str
     blocks: int
-    nbytes: int
+    bytes: int
     seconds: float
     sealed: bool
 
@@ -79,9 +79,4 @@ class DemoFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Order to a prompt process: the cache is no longer needed."""
-
-
 Event = Said | DemoProgress | Reference | DemoOffer | DemoOutcome | DemoFailed
-Order = DemoOffer | Finish

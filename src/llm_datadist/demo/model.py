@@ -6,6 +6,7 @@ Keys and values exist only in the cache's blocks: a wrong or missing block chang
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -13,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 Array = NDArray[np.float32]
+Progress = Callable[[int, int], None]
+"""Takes how many tokens are done, of how many."""
 
 _NORM_EPSILON: Final = np.float32(1e-5)
 
@@ -144,9 +147,7 @@ class Llama:
         logits = rms_norm(x[-1:]) @ self._head
         return int(np.argmax(logits))
 
-    def prefill(
-        self, prompt: NDArray[np.int64], kv: PagedKV, chunk: int, progress: Callable[[int, int], None] | None = None
-    ) -> int:
+    def prefill(self, prompt: NDArray[np.int64], kv: PagedKV, chunk: int, progress: Progress | None = None) -> int:
         """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token."""
         token = -1
         for start in range(0, len(prompt), chunk):
@@ -155,9 +156,7 @@ class Llama:
                 progress(min(start + chunk, len(prompt)), len(prompt))
         return token
 
-    def generate(
-        self, token: int, count: int, kv: PagedKV, progress: Callable[[int, int], None] | None = None
-    ) -> list[int]:
+    def generate(self, token: int, count: int, kv: PagedKV, progress: Progress | None = None) -> list[int]:
         """Feed ``token``; return the ``count`` most likely tokens that follow."""
         tokens: list[int] = []
         for done in range(1, count + 1):
@@ -170,9 +169,8 @@ class Llama:
     def _attention(self, index: int, layer: _Layer, h: Array, positions: NDArray[np.int64], kv: PagedKV) -> Array:
         config = self.config
         count = len(h)
-        query = (h @ layer.query).reshape(count, config.heads, config.head_dim)
-        key = (h @ layer.key).reshape(count, config.kv_heads, config.head_dim)
-        value = (h @ layer.value).reshape(count, config.kv_heads, config.head_dim)
+        weights = (layer.query, layer.key, layer.value)
+        query, key, value = ((h @ each).reshape(count, -1, config.head_dim) for each in weights)
         kv.write(index, rotate(key, positions, config.rope_base), value)
         keys, values = kv.read(index, int(positions[-1]) + 1)
         attended = attend(rotate(query, positions, config.rope_base), keys, values, positions)
@@ -197,12 +195,10 @@ def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
 
 
 def attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
-    """Return causal grouped-query attention, shape (T, heads, head_dim).
+    """Return causal grouped-query attention, shape (T, heads, head_dim), for queries of that shape.
 
-    Args:
-        query: Shape (T, heads, head_dim).
-        keys: Shape (N, kv_heads, head_dim), of positions 0 to N - 1; values likewise.
-        positions: Shape (T,); a query sees keys up to its own position.
+    Keys and values, shape (N, kv_heads, head_dim), are of positions 0 to N - 1. A query sees those up to its own of the
+    ``positions``, shape (T,).
     """
     count, heads, head_dim = query.shape
     length, kv_heads, _ = keys.shape

@@ -1,15 +1,18 @@
-"""Output of the demo: plain lines, or bars and a table on a terminal with rich."""
+"""Output of the demo: plain lines, or bars and a table on a terminal. Needs rich."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, TextIO
 
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.progress import TaskID
 
 
 class DemoReporter:
@@ -47,9 +50,6 @@ class DemoReporter:
 
 class _RichReporter(DemoReporter):
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
         super().__init__(stream)
         self._console = Console(file=stream, highlight=False)
         self._bars = Progress(
@@ -65,8 +65,6 @@ class _RichReporter(DemoReporter):
         self._bars.start()
 
     def say(self, role: str, text: str) -> None:
-        from rich.markup import escape
-
         self._console.print(f"[bold cyan]{role:<9}[/] {escape(text)}")
 
     def progress(self, role: str, what: str, done: int, total: int) -> None:
@@ -75,9 +73,6 @@ class _RichReporter(DemoReporter):
         self._bars.update(self._tasks[role, what], completed=done, refresh=True)
 
     def show(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        from rich.table import Table
-        from rich.text import Text
-
         self.close()
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_column(style="bold")
@@ -91,7 +86,5 @@ class _RichReporter(DemoReporter):
 
 
 def make_reporter(stream: TextIO) -> DemoReporter:
-    """Return bars and a table for a terminal with rich, else plain lines."""
-    if stream.isatty() and importlib.util.find_spec("rich") is not None:
-        return _RichReporter(stream)
-    return DemoReporter(stream)
+    """Return bars and a table for a terminal, else plain lines."""
+    return _RichReporter(stream) if stream.isatty() else DemoReporter(stream)

@@ -21,7 +21,7 @@ from llm_datadist import (
     LLMStatusCode,
 )
 from llm_datadist.demo.messages import DemoOffer, DemoOutcome, DemoProgress, Event, Reference, Said
-from llm_datadist.demo.model import Llama, PagedKV
+from llm_datadist.demo.model import Llama, PagedKV, Progress
 from llm_datadist.demo.workload import DemoMemory, DemoWorkload, Setup
 from llm_datadist.views import tensor_views
 
@@ -103,7 +103,11 @@ class DecoderSide:
         transport = private or choice.transport
         emit(Said(f"linked over {transport}"))
         blocks = self._workload.destination_blocks()
-        seconds = self._pull(offer, blocks)
+        manager, key = self.datadist.cache_manager, BlocksCacheKey(_PROMPT_ID, 0)
+        destination = blocks[: len(offer.blocks)]
+        started = time.perf_counter()
+        manager.pull_blocks(key, self._cache, src_blocks=offer.blocks, dst_blocks=destination)
+        seconds = time.perf_counter() - started
         kv = PagedKV(self._tensors, blocks, offer.length)
         digest = kv.digest()
         nbytes = len(offer.blocks) * self._workload.block_bytes * self._workload.num_tensors
@@ -115,13 +119,6 @@ class DecoderSide:
     def close(self) -> None:
         """Free the cache."""
         self.datadist.finalize()
-
-    def _pull(self, offer: DemoOffer, blocks: list[int]) -> float:
-        manager, key = self.datadist.cache_manager, BlocksCacheKey(_PROMPT_ID, 0)
-        destination = blocks[: len(offer.blocks)]
-        started = time.perf_counter()
-        manager.pull_blocks(key, self._cache, src_blocks=offer.blocks, dst_blocks=destination)
-        return time.perf_counter() - started
 
 
 def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup) -> LLMDataDist:
@@ -136,9 +133,9 @@ def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup)
         # Port 0: any free port; datadist.listen_port has it.
         config.listen_ip_info = f"{_HOST}:0"
     options = config.generate_options()
-    options["llm.Transport"] = setup.transport.value
+    options["llm.Transport"] = setup.transport
     if setup.secrets is not None:
-        options["llm.AuthSecretFile"] = str(setup.secrets)
+        options["llm.AuthSecretFile"] = setup.secrets
     datadist = LLMDataDist(role, cluster_id)
     datadist.init(options)
     return datadist
@@ -169,5 +166,5 @@ def _check(what: str, status: LLMStatusCode, each: list[LLMStatusCode]) -> None:
         raise RuntimeError(f"{what} to cluster {_PROMPT_ID} failed: {status} ({', '.join(map(str, each))})")
 
 
-def _progress(emit: Emit, what: str) -> Callable[[int, int], None]:
+def _progress(emit: Emit, what: str) -> Progress:
     return lambda done, total: emit(DemoProgress(what, done, total))

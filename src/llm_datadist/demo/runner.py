@@ -6,15 +6,17 @@ import json
 import queue
 import sys
 import tempfile
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
+
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.demo.children import DemoChild, Exited, Inbox
-from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Event, Finish, Reference, Said
+from llm_datadist.demo.children import DemoChild, Inbox
+from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Reference, Said
 from llm_datadist.demo.report import DemoReporter, make_reporter
 from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
 
@@ -28,7 +30,7 @@ _PARTS: Final = {
     "both": "PROMPT and DECODER as two LLMDataDist in this one process",
 }
 
-_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome)
+_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome, int)
 
 
 class DemoError(RuntimeError):
@@ -75,7 +77,7 @@ def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             if secure:
-                setup = replace(setup, secrets=new_secret(Path(folder) / "secrets", "demo"))
+                setup = replace(setup, secrets=str(new_secret(Path(folder) / "secrets", "demo")))
             with _Demo(setup, reporter) as demo:
                 result = demo.run()
     except DemoError as error:
@@ -93,25 +95,27 @@ def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
     return 0 if result.ok else 1
 
 
-class _Demo(AbstractContextManager["_Demo"]):
+class _Demo(ExitStack):
     """One run. Leaving the context ends its processes."""
 
     def __init__(self, setup: Setup, reporter: DemoReporter) -> None:
+        super().__init__()
         self._setup = setup
         self._reporter = reporter
-        self._workload = DemoWorkload()
         self._deadline = Deadline(_BUDGET_MS)
         self._inbox: Inbox = queue.SimpleQueue()
-        self._children: list[DemoChild] = []
-
-    def __exit__(self, *exc_info: object) -> None:
-        for child in self._children:
-            child.stop()
 
     def run(self) -> DemoResult:
         reference = self._run_reference()
         together = self._setup.transport is DemoTransport.INPROC
-        offer, outcome = self._run_together() if together else self._run_apart()
+        children = [self._start(role) for role in (("both",) if together else ("prompt", "decoder"))]
+        prompt, decoder = children[0], children[-1]
+        offer = self._expect(prompt, DemoOffer)
+        decoder.send(offer)
+        outcome = self._expect(decoder, DemoOutcome)
+        # The prompt side serves until it is told to end.
+        for child in reversed(children):
+            self._finish(child)
         if self._setup.transport not in (DemoTransport.AUTO, outcome.transport):
             raise DemoError(f"transport: asked for {self._setup.transport}, but the link used {outcome.transport}")
         if outcome.sealed != (self._setup.secrets is not None):
@@ -119,21 +123,17 @@ class _Demo(AbstractContextManager["_Demo"]):
         tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
         # Keys carry their positions, so tokens ignore swapped blocks; the digest does not.
         kv_equal = outcome.digest == offer.digest
+        moved = msgspec.structs.asdict(outcome)
+        del moved["digest"]
         result = DemoResult(
             ok=tokens_equal and kv_equal,
-            transport=outcome.transport,
-            reason=outcome.reason,
             tokens_equal=tokens_equal,
-            blocks=outcome.blocks,
-            bytes=outcome.nbytes,
-            seconds=outcome.seconds,
-            gb_per_s=outcome.nbytes / outcome.seconds / 1e9,
+            gb_per_s=outcome.bytes / outcome.seconds / 1e9,
             kv_equal=kv_equal,
-            tokens=outcome.tokens,
-            processes=1 if together else 2,
-            sealed=outcome.sealed,
+            processes=len(children),
+            **moved,
         )
-        self._show(result, reference, offer)
+        self._show(result, reference, offer, outcome)
         return result
 
     def _run_reference(self) -> Reference:
@@ -143,86 +143,61 @@ class _Demo(AbstractContextManager["_Demo"]):
         self._reporter.say("reference", f"done: {reference.seconds:.1f} s of forward passes, without the library")
         return reference
 
-    def _run_apart(self) -> tuple[DemoOffer, DemoOutcome]:
-        prompt, decoder = self._start("prompt"), self._start("decoder")
-        offer = self._expect(prompt, DemoOffer)
-        decoder.send(offer)
-        outcome = self._expect(decoder, DemoOutcome)
-        self._finish(decoder)
-        prompt.send(Finish())
-        self._finish(prompt)
-        return offer, outcome
-
-    def _run_together(self) -> tuple[DemoOffer, DemoOutcome]:
-        child = self._start("both")
-        offer = self._expect(child, DemoOffer)
-        outcome = self._expect(child, DemoOutcome)
-        self._finish(child)
-        return offer, outcome
-
     def _start(self, role: str) -> DemoChild:
         try:
             child = DemoChild(role, self._setup, self._inbox)
         except OSError as error:
             raise DemoError(f"{role}: cannot start its process: {error}") from error
-        self._children.append(child)
+        self.callback(child.stop)
         self._reporter.say(role, f"process {child.pid} started: {_PARTS[role]}")
         return child
 
-    def _expect(self, child: DemoChild, kind: type[_Message]) -> _Message:
-        """Show the children's events until ``child`` sends a ``kind``."""
+    def _finish(self, child: DemoChild) -> None:
+        """End the input of ``child``; show the children's events until it has ended well."""
+        child.end_input()
+        if status := self._expect(child, int, "still running after its work"):
+            raise DemoError(f"{child.role}: the process ended with status {status}")
+
+    def _expect(self, child: DemoChild, kind: type[_Message], late: str = "") -> _Message:
+        """Show the children's events until ``child`` sends a ``kind``; an int is its exit status."""
         while True:
-            role, event = self._next(f"{child.role}: no {_word(kind)}")
+            try:
+                role, event = self._inbox.get(timeout=self._deadline.remaining())
+            except queue.Empty:
+                what = late or f"no {_word(kind)}"
+                raise DemoError(f"{child.role}: {what} within {self._deadline.budget_ms / 1e3:.0f} s") from None
             if isinstance(event, kind) and role == child.role:
                 return event
-            if isinstance(event, Exited) and role == child.role:
-                raise DemoError(f"{role}: the process ended with status {event.returncode} before its {_word(kind)}")
-            self._handle(role, event)
+            match event:
+                case Said(text):
+                    self._reporter.say(role, text)
+                case DemoProgress(what, done, total):
+                    self._reporter.progress(role, what, done, total)
+                case DemoFailed(error):
+                    raise DemoError(f"{role}: {error}")
+                case int(status):
+                    before = f" before its {_word(kind)}" if role == child.role else ""
+                    if status or before:
+                        raise DemoError(f"{role}: the process ended with status {status}{before}")
+                case _:
+                    raise DemoError(f"{role}: unexpected message {_word(type(event))}")
 
-    def _finish(self, child: DemoChild) -> None:
-        """Show the children's events until ``child`` has ended well."""
-        while True:
-            role, event = self._next(f"{child.role}: still running after its work")
-            self._handle(role, event)
-            if isinstance(event, Exited) and role == child.role:
-                return
-
-    def _next(self, what: str) -> tuple[str, Event | Exited]:
-        try:
-            return self._inbox.get(timeout=self._deadline.remaining())
-        except queue.Empty:
-            raise DemoError(f"{what} within {self._deadline.budget_ms / 1e3:.0f} s") from None
-
-    def _handle(self, role: str, event: Event | Exited) -> None:
-        match event:
-            case Said(text):
-                self._reporter.say(role, text)
-            case DemoProgress(what, done, total):
-                self._reporter.progress(role, what, done, total)
-            case DemoFailed(error):
-                raise DemoError(f"{role}: {error}")
-            case Exited(returncode):
-                if returncode != 0:
-                    raise DemoError(f"{role}: the process ended with status {returncode}")
-            case _:
-                raise DemoError(f"{role}: unexpected message {_word(type(event))}")
-
-    def _show(self, result: DemoResult, reference: Reference, offer: DemoOffer) -> None:
-        work, seconds, nbytes = self._workload, result.seconds or 0, result.bytes or 0
+    def _show(self, result: DemoResult, reference: Reference, offer: DemoOffer, outcome: DemoOutcome) -> None:
+        work = DemoWorkload()
         together = "both roles as two LLMDataDist in one process"
         apart = "prompt and decoder, each with its own LLMDataDist"
         moved = (
-            f"{result.blocks} blocks of {work.block_tokens} tokens in {work.num_tensors} tensors, "
-            f"{nbytes / 1e6:.2f} MB, all to other block numbers"
+            f"{outcome.blocks} blocks of {work.block_tokens} tokens in {work.num_tensors} tensors, "
+            f"{outcome.bytes / 1e6:.2f} MB, all to other block numbers"
         )
         rows = [
-            ("tokens", _describe_tokens(result, reference)),
+            ("tokens", _describe_tokens(result, reference, outcome)),
             ("KV bytes", _describe_bytes(result, reference, offer)),
             ("moved", moved),
-            ("transport", f"{result.transport}: {result.reason}"),
-            ("pull_blocks", f"{seconds * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)"),
+            ("transport", f"{outcome.transport}: {outcome.reason}"),
+            ("pull_blocks", f"{outcome.seconds * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)"),
             ("processes", f"{result.processes}: {together if result.processes == 1 else apart}"),
-            ("security", _describe_security(result)),
+            ("security", _describe_security(outcome)),
         ]
         self._reporter.show("Tokens equal." if result.ok else "NOT equal.", rows)
 
@@ -231,18 +206,18 @@ def _word(kind: type) -> str:
     return kind.__name__.removeprefix("Demo").lower()
 
 
-def _describe_security(result: DemoResult) -> str:
-    if not result.sealed:
+def _describe_security(outcome: DemoOutcome) -> str:
+    if not outcome.sealed:
         return "none: any process of this host could have linked (--secure)"
-    if result.transport == "tcp":
-        return "both sides proved a shared secret; messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)"
-    if result.transport == "nixl":
-        return "both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes were not"
-    return "both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes did not leave this host"
+    encrypted = {
+        "tcp": "messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)",
+        "nixl": "messages were encrypted (TLS 1.3), KV bytes were not",
+    }.get(outcome.transport, "messages were encrypted (TLS 1.3), KV bytes did not leave this host")
+    return f"both sides proved a shared secret; {encrypted}"
 
 
-def _describe_tokens(result: DemoResult, reference: Reference) -> str:
-    tokens = result.tokens or []
+def _describe_tokens(result: DemoResult, reference: Reference, outcome: DemoOutcome) -> str:
+    tokens = outcome.tokens
     if result.tokens_equal:
         return f"all {len(tokens)} equal to the single-process run: {' '.join(map(str, tokens[:8]))} ..."
     pairs = zip(tokens, reference.tokens, strict=True)

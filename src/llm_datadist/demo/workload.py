@@ -11,37 +11,27 @@ import numpy as np
 from llm_datadist.demo.model import ModelConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
 _FLOAT_BYTES: Final = 4
 
 
 class DemoTransport(StrEnum):
-    """Values of ``--transport``."""
+    """Values of ``--transport``; the last runs both roles as two ``LLMDataDist`` in one process."""
 
     AUTO = "auto"
-    """The library's choice between two processes."""
     SHM = "shm"
-    """Shared memory between two processes."""
     CMA = "cma"
-    """Registered non-pool memory, copied by the kernel between two processes."""
     TCP = "tcp"
-    """Data lanes over loopback, as between two hosts."""
     NIXL = "nixl"
-    """NIXL over UCX; needs the extra ``[nixl]``."""
     INPROC = "inproc"
-    """Both roles as two ``LLMDataDist`` in one process."""
 
 
 class DemoMemory(StrEnum):
-    """Values of ``--memory``: the memory of the KV caches."""
+    """Values of ``--memory``: the library's pools, or the roles' own arrays, registered with the library."""
 
     POOL = "pool"
-    """The library's pools."""
     REGISTERED = "registered"
-    """The roles' own arrays, registered with the library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ class Setup:
 
     transport: DemoTransport
     memory: DemoMemory
-    secrets: Path | None = None
+    secrets: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +82,6 @@ class DemoWorkload:
         """Bytes of one tensor."""
         return int(np.prod(self.shape)) * _FLOAT_BYTES
 
-    @property
-    def prompt_blocks(self) -> int:
-        """Blocks that the prompt fills, and that move."""
-        return -(-self.prompt_tokens // self.block_tokens)
-
     def prompt(self) -> NDArray[np.int64]:
         """Return the prompt's tokens."""
         return np.random.default_rng(self.seed).integers(0, self.model.vocab, self.prompt_tokens)
@@ -109,6 +94,6 @@ class DemoWorkload:
         """Return the decoder's scattered block numbers; none equals the source's at its place."""
         rng = np.random.default_rng(self.seed + 1)
         while True:
-            blocks = [int(block) for block in rng.permutation(self.pool_blocks)]
+            blocks: list[int] = rng.permutation(self.pool_blocks).tolist()
             if all(a != b for a, b in zip(blocks, self.source_blocks(), strict=True)):
                 return blocks

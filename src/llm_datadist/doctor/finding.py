@@ -10,8 +10,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Finding", "Severity", "exit_code", "run_checks"]
-
 
 class Severity(StrEnum):
     """Severity of a finding; ``unknown``: the check could not be made."""
@@ -30,6 +28,11 @@ class Finding(msgspec.Struct, frozen=True):
     value: str
     meaning: str
     mend: str = ""
+
+
+def judge(name: str, good: bool, value: str, meaning: str, mend: str, bad: Severity = Severity.WARNING) -> Finding:
+    """Return an ok finding if ``good``, else a ``bad`` one with the command that mends it."""
+    return Finding(name, Severity.OK, value, meaning) if good else Finding(name, bad, value, meaning, mend)
 
 
 _EXIT: Final = {Severity.OK: 0, Severity.WARNING: 1, Severity.UNKNOWN: 1, Severity.PROBLEM: 2}

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from llm_datadist._memory.huge_pages import ALIGNMENT
-from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._memory.segment import SharedSegment, new_memfd
 from llm_datadist._native import peek_process
-from llm_datadist.doctor.finding import Finding, Severity
+from llm_datadist.doctor.finding import Finding, Severity, judge
 from llm_datadist.errors import LLMException
-
-__all__ = ["CHECKS"]
 
 _OLDEST: Final = (5, 3)
 _WANTED: Final = (6, 5)
@@ -32,22 +30,17 @@ def kernel() -> Finding:
     release = os.uname().release
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     meaning = "Linux 5.3 has pidfd_open, 6.1 huge pages without an administrator, 6.5 the pidfd of a socket's peer"
-    if version >= _WANTED:
-        return Finding("kernel", Severity.OK, release, meaning)
-    state = Severity.WARNING if version >= _OLDEST else Severity.PROBLEM
-    return Finding("kernel", state, release, meaning, "boot Linux 6.5 or newer")
+    bad = Severity.WARNING if version >= _OLDEST else Severity.PROBLEM
+    return judge("kernel", version >= _WANTED, release, meaning, "boot Linux 6.5 or newer", bad)
 
 
 def memfd() -> Finding:
     """Make and seal a memfd."""
     meaning = "pools are sealed memfds, which peers map: without them no instance with a pool starts"
     try:
-        fd = os.memfd_create("doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, 4096)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        finally:
-            os.close(fd)
+        with open(new_memfd("doctor"), "wb") as file:
+            file.truncate(4096)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:
         mend = "allow memfd_create in the container's seccomp profile: docker run --security-opt seccomp=PROFILE.json"
         return Finding("memfd", Severity.PROBLEM, f"refused: {error.strerror}", meaning, mend)
@@ -71,25 +64,22 @@ def process_vm_readv() -> Finding:
     with subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         try:
-            read = peek_process(child.pid, int(child.stdout.readline()), 12)
-            value, state = (
-                ("read a child's memory", Severity.OK) if read == b"llm-datadist" else ("wrong", Severity.WARNING)
-            )
+            good = peek_process(child.pid, int(child.stdout.readline()), 12) == b"llm-datadist"
+            value = "read a child's memory" if good else "wrong"
         except OSError as error:
-            value, state = f"refused: {error.strerror}", Severity.WARNING
+            good, value = False, f"refused: {error.strerror}"
         finally:
             child.kill()
     mend = "docker run --cap-add SYS_PTRACE (or a seccomp profile that allows process_vm_readv)"
-    return Finding("process_vm_readv", state, value, meaning, "" if state is Severity.OK else mend)
+    return judge("process_vm_readv", good, value, meaning, mend)
 
 
 def yama() -> Finding:
     """Check Yama's setting for processes that are not children."""
     meaning = "above 0, unrelated processes of one user do not reach each other by cma; registered memory goes over tcp"
     scope = _YAMA.read_text().strip() if _YAMA.exists() else "none"
-    if scope in ("none", "0") or (_has_ptrace_capability() and scope != "3"):
-        return Finding("yama", Severity.OK, f"ptrace_scope {scope}", meaning)
-    return Finding("yama", Severity.WARNING, f"ptrace_scope {scope}", meaning, "sysctl -w kernel.yama.ptrace_scope=0")
+    good = scope in ("none", "0") or (_has_ptrace_capability() and scope != "3")
+    return judge("yama", good, f"ptrace_scope {scope}", meaning, "sysctl -w kernel.yama.ptrace_scope=0")
 
 
 def _has_ptrace_capability() -> bool:
@@ -100,10 +90,9 @@ def _has_ptrace_capability() -> bool:
 def user_namespace() -> Finding:
     """Check whether this process is in the first user namespace."""
     meaning = "cma does not reach into another user namespace: both sides must be in the same one"
-    if _UID_MAP.read_text().split() == _ALL_USERS:
-        return Finding("user_namespace", Severity.OK, "the host's", meaning)
     mend = "start both sides in one container or pod, or: docker run --userns=host"
-    return Finding("user_namespace", Severity.WARNING, "one of its own", meaning, mend)
+    good = _UID_MAP.read_text().split() == _ALL_USERS
+    return judge("user_namespace", good, "the host's" if good else "one of its own", meaning, mend)
 
 
 def huge_pages() -> Finding:

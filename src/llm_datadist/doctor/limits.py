@@ -8,18 +8,16 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from llm_datadist._memory.host import cgroup_limits
 from llm_datadist._native import usable_cpus
-from llm_datadist.doctor.finding import Finding, Severity
+from llm_datadist.doctor.finding import Finding, Severity, judge
 from llm_datadist.doctor.versions import installed
-
-__all__ = ["CHECKS"]
 
 _FEW_DESCRIPTORS: Final = 4096
 _TOO_FEW_DESCRIPTORS: Final = 256
 _LOCKED: Final = 64 << 20
 _CGROUP_BYTES: Final = 1 << 30
 _BUFFER: Final = 4 << 20
-_CGROUPS: Final = Path("/sys/fs/cgroup")
 _NODES: Final = Path("/sys/devices/system/node")
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63
 
@@ -29,10 +27,9 @@ def descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     meaning = "a link takes several descriptors: sockets, data lanes, a pidfd; where none is left, linking fails"
     value = f"RLIMIT_NOFILE {soft}, at most {hard}"
-    if soft == resource.RLIM_INFINITY or soft >= _FEW_DESCRIPTORS:
-        return Finding("descriptors", Severity.OK, value, meaning)
-    state = Severity.WARNING if soft >= _TOO_FEW_DESCRIPTORS else Severity.PROBLEM
-    return Finding("descriptors", state, value, meaning, "ulimit -n 65536 (docker run --ulimit nofile=65536)")
+    good = soft == resource.RLIM_INFINITY or soft >= _FEW_DESCRIPTORS
+    bad = Severity.WARNING if soft >= _TOO_FEW_DESCRIPTORS else Severity.PROBLEM
+    return judge("descriptors", good, value, meaning, "ulimit -n 65536 (docker run --ulimit nofile=65536)", bad)
 
 
 def memlock() -> Finding:
@@ -41,65 +38,34 @@ def memlock() -> Finding:
     unlimited = soft == resource.RLIM_INFINITY
     value = "RLIMIT_MEMLOCK " + ("unlimited" if unlimited else f"{soft} bytes")
     meaning = "only NIXL locks memory: over RDMA, the pools that are registered with it"
-    if unlimited or soft >= _LOCKED or not installed("nixl"):
-        return Finding("memlock", Severity.OK, value, meaning)
-    return Finding("memlock", Severity.WARNING, value, meaning, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
+    good = unlimited or soft >= _LOCKED or not installed("nixl")
+    return judge("memlock", good, value, meaning, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
 def address_space() -> Finding:
     """Check RLIMIT_AS."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     meaning = "the pools of every shm peer are mapped here too; beyond the limit links are made over tcp or fail"
-    if soft == resource.RLIM_INFINITY:
-        return Finding("address_space", Severity.OK, "unlimited", meaning)
-    return Finding("address_space", Severity.WARNING, f"RLIMIT_AS {soft} bytes", meaning, "ulimit -v unlimited")
+    unlimited = soft == resource.RLIM_INFINITY
+    value = "unlimited" if unlimited else f"RLIMIT_AS {soft} bytes"
+    return judge("address_space", unlimited, value, meaning, "ulimit -v unlimited")
 
 
 def overcommit() -> Finding:
     """Check vm.overcommit_memory."""
     mode = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
     meaning = "with 2 the whole of a pool counts against the commit limit at init, which then fails earlier"
-    if mode != "2":
-        return Finding("overcommit", Severity.OK, f"vm.overcommit_memory {mode}", meaning)
-    return Finding(
-        "overcommit", Severity.WARNING, "vm.overcommit_memory 2", meaning, "sysctl -w vm.overcommit_memory=0"
-    )
+    value, mend = f"vm.overcommit_memory {mode}", "sysctl -w vm.overcommit_memory=0"
+    return judge("overcommit", mode != "2", value, meaning, mend)
 
 
 def cgroup_memory() -> Finding:
     """Find the lowest memory limit of this cgroup and its ancestors."""
-    limits = [limit for folder in _memory_folders() if (limit := _limit_of(folder)) is not None]
+    limits = [limit for _, limit in cgroup_limits(Path("/proc")) if limit < _UNLIMITED]
     meaning = "pools larger than this are refused by init; pages of pools count in the cgroup that touches them first"
-    if not limits:
-        return Finding("cgroup_memory", Severity.OK, "no limit", meaning)
-    value = f"{min(limits) >> 20} MiB"
-    if min(limits) >= _CGROUP_BYTES:
-        return Finding("cgroup_memory", Severity.OK, value, meaning)
+    value = f"{min(limits) >> 20} MiB" if limits else "no limit"
     mend = "docker update --memory 8g CONTAINER (or: echo 8G > /sys/fs/cgroup/GROUP/memory.max)"
-    return Finding("cgroup_memory", Severity.WARNING, value, meaning, mend)
-
-
-def _memory_folders() -> list[Path]:
-    """Return the folders of this cgroup and its ancestors, of v2 and v1."""
-    folders = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            mount = _CGROUPS / controllers
-            own = mount / path.lstrip("/")
-            folders += [own, *(parent for parent in own.parents if mount == parent or mount in parent.parents)]
-    return folders
-
-
-def _limit_of(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        try:
-            limit = int((folder / name).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        if limit < _UNLIMITED:
-            return limit
-    return None
+    return judge("cgroup_memory", all(limit >= _CGROUP_BYTES for limit in limits), value, meaning, mend)
 
 
 def cpus() -> Finding:
@@ -109,10 +75,7 @@ def cpus() -> Finding:
     meaning = (
         "copies use this many threads unless llm.CopyThreads is set; with one, a transfer and the model take turns"
     )
-    if usable > 1:
-        return Finding("cpus", Severity.OK, value, meaning)
-    mend = "taskset -pc 0-3 PID, or docker update --cpus 4 CONTAINER"
-    return Finding("cpus", Severity.WARNING, value, meaning, mend)
+    return judge("cpus", usable > 1, value, meaning, "taskset -pc 0-3 PID, or docker update --cpus 4 CONTAINER")
 
 
 def numa() -> Finding:
@@ -122,9 +85,7 @@ def numa() -> Finding:
     used = sorted(name for name, text in lists.items() if own & _parse_cpus(text))
     meaning = "a pool lies on the node of the thread that touches it first; copies between nodes are slower"
     value = f"{len(used)} of {max(1, len(lists))} nodes" + (f": {', '.join(used)}" if used else "")
-    if len(used) < 2:
-        return Finding("numa", Severity.OK, value, meaning)
-    return Finding("numa", Severity.WARNING, value, meaning, "numactl --cpunodebind=0 --membind=0 COMMAND")
+    return judge("numa", len(used) < 2, value, meaning, "numactl --cpunodebind=0 --membind=0 COMMAND")
 
 
 def _parse_cpus(text: str) -> set[int]:
@@ -141,10 +102,8 @@ def tcp_buffers() -> Finding:
     most = {name: int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2]) for name in ("tcp_rmem", "tcp_wmem")}
     value = ", ".join(f"{name} up to {size >> 10} KiB" for name, size in most.items())
     meaning = "one data lane moves at most a buffer per round trip: small ones slow tcp down between hosts"
-    if min(most.values()) >= _BUFFER:
-        return Finding("tcp_buffers", Severity.OK, value, meaning)
     mend = 'sysctl -w net.ipv4.tcp_rmem="4096 131072 16777216" net.ipv4.tcp_wmem="4096 65536 16777216"'
-    return Finding("tcp_buffers", Severity.WARNING, value, meaning, mend)
+    return judge("tcp_buffers", min(most.values()) >= _BUFFER, value, meaning, mend)
 
 
 def loopback() -> Finding:
@@ -158,14 +117,4 @@ def loopback() -> Finding:
     return Finding("loopback", Severity.OK, "connected", meaning)
 
 
-CHECKS: Final = (
-    descriptors,
-    memlock,
-    address_space,
-    overcommit,
-    cgroup_memory,
-    cpus,
-    numa,
-    tcp_buffers,
-    loopback,
-)
+CHECKS: Final = (descriptors, memlock, address_space, overcommit, cgroup_memory, cpus, numa, tcp_buffers, loopback)

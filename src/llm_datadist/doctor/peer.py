@@ -14,7 +14,7 @@ import numpy as np
 from llm_datadist import LLMException, LLMRole
 from llm_datadist._deadline import Deadline
 from llm_datadist.datadist import life_of
-from llm_datadist.doctor.finding import Finding, Severity
+from llm_datadist.doctor.finding import Finding, Severity, judge
 from llm_datadist.doctor.serve import BLOCK_BYTES, BLOCKS, CLOCK, CLUSTER, KEY, PULL_S, STREAM_BYTES, describe, make_end
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
 from llm_datadist.types.cluster import show_address
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from llm_datadist import LLMDataDist
     from llm_datadist.metrics import LinkStatistics
-
-__all__ = ["examine"]
 
 #: For all questions to a peer: enough at 2.5 MB/s.
 _TOTAL_MS: Final = 120_000
@@ -96,9 +94,7 @@ def clock(host: str, port: int, deadline: Deadline) -> Finding:
     trip, ahead = trips[0][0], trips[0][1] / 1e6
     middle = statistics.median(each[0] for each in trips)
     value = f"{ahead:+.1f} ms, round trip {middle / 1000:.0f} us (fastest {trip / 1000:.0f} us)"
-    if abs(ahead) < _CLOCK_MS:
-        return Finding("peer_clock", Severity.OK, value, meaning)
-    return Finding("peer_clock", Severity.WARNING, value, meaning, "chronyc makestep (on the side that is wrong)")
+    return judge("peer_clock", abs(ahead) < _CLOCK_MS, value, meaning, "chronyc makestep (on the side that is wrong)")
 
 
 def _round_trips(host: str, port: int, deadline: Deadline) -> Iterator[tuple[int, int]]:
@@ -182,7 +178,9 @@ def _not_linked(error: LLMException) -> Finding:
         return Finding("peer_authentication", Severity.PROBLEM, text, _NO_LINK, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
-    elif isinstance(error.__cause__, ProtocolError):
+    elif error.phase == "handshake" or isinstance(
+        error.__cause__, ProtocolError
+    ):  # it left, or answered something else
         mend = "install the same version on both sides: pip install --upgrade open-datadist; let the port be doctor's"
     else:
         mend = "give both sides the same options: llm-datadist doctor --option KEY=VALUE"
@@ -191,28 +189,25 @@ def _not_linked(error: LLMException) -> Finding:
 
 def _authentication(link: LinkStatistics) -> Finding:
     meaning = "without it, every process that reaches the port may read and write what is published"
-    if link.authenticated_at is not None:
-        return Finding("peer_authentication", Severity.OK, "both sides proved a secret or certificate", meaning)
+    proved = link.authenticated_at is not None
+    value = "both sides proved a secret or certificate" if proved else "not authenticated"
     mend = "llm-datadist keys new FILE; give it to both sides: --secrets FILE, in programs llm.AuthSecretFile"
-    return Finding("peer_authentication", Severity.WARNING, "not authenticated", meaning, mend)
+    return judge("peer_authentication", proved, value, meaning, mend)
 
 
 def _transport(link: LinkStatistics, *, same_host: bool) -> Finding:
     meaning = "moves the peer's pools; shm is the fastest between processes of one host, tcp reaches all"
     value = f"{link.transport}: {link.reason}"
-    if link.transport != "tcp" or not same_host:
-        return Finding("peer_transport", Severity.OK, value, meaning)
     mend = "same user and network namespace on both sides, no llm.Transport; or --option llm.SameHostUsers=UID"
-    return Finding("peer_transport", Severity.WARNING, value, meaning, mend)
+    return judge("peer_transport", link.transport != "tcp" or not same_host, value, meaning, mend)
 
 
 def _private_transport(link: LinkStatistics) -> Finding:
     meaning = "moves memory that the peer registered outside its pools"
     value = link.private_transport or "no transport reaches it"
-    if link.transport != "shm" or link.private_transport == "cma":
-        return Finding("peer_private_transport", Severity.OK, value, meaning)
+    good = link.transport != "shm" or link.private_transport == "cma"
     mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
-    return Finding("peer_private_transport", Severity.WARNING, f"{value}: {link.reason}", meaning, mend)
+    return judge("peer_private_transport", good, value if good else f"{value}: {link.reason}", meaning, mend)
 
 
 def _measured(end: LLMDataDist, link: LinkStatistics, host: str, port: int, deadline: Deadline) -> Iterator[Finding]:
@@ -246,10 +241,8 @@ def bandwidth(link: LinkStatistics, pulls: float, host: str, port: int, deadline
         mend = f"run llm-datadist doctor --serve there, and let port {port + 1} through"
         return Finding("peer_bandwidth", Severity.UNKNOWN, f"pulls {pulls:.2f} GB/s; limit: {error}", meaning, mend)
     value = f"pulls {pulls:.2f} GB/s, {of} {limit:.2f} GB/s"
-    if pulls >= _SLOW * limit:
-        return Finding("peer_bandwidth", Severity.OK, value, meaning)
     mend = "look for load and few CPUs on both sides (top); then more threads: --option llm.CopyThreads=4"
-    return Finding("peer_bandwidth", Severity.WARNING, value, meaning, mend)
+    return judge("peer_bandwidth", pulls >= _SLOW * limit, value, meaning, mend)
 
 
 def _seconds(work: Callable[[], object]) -> float:

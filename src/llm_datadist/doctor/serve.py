@@ -19,8 +19,6 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "CLOCK", "KEY", "PULL_S", "STREAM_BYTES", "describe", "make_end", "serving"]
-
 CLUSTER: Final = 0xD0C70001
 KEY: Final = BlocksCacheKey(CLUSTER)
 BLOCKS: Final = 512

@@ -7,19 +7,17 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
-from llm_datadist.doctor.finding import Finding, Severity
-
-__all__ = ["CHECKS", "installed"]
+from llm_datadist.doctor.finding import Finding, Severity, judge
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
-def installed(*prefixes: str) -> list[str]:
-    """Return ``name version`` of distributions with one of these names, or such a name and a suffix."""
+def installed(package: str) -> list[str]:
+    """Return ``name version`` of distributions with this name, or this name and a suffix."""
     found = set()
     for each in distributions():
         name = (each.name or "").lower().replace("_", "-")
-        if any(name == prefix or name.startswith(f"{prefix}-") for prefix in prefixes):
+        if name == package or name.startswith(f"{package}-"):
             found.add(f"{name} {each.version}")
     return sorted(found)
 
@@ -31,43 +29,34 @@ def library() -> Finding:
     if len(found) < 2:
         return Finding("library", Severity.OK, value, "both sides of a link need the same version of the protocol")
     meaning = "several versions are on the path, and the first one is imported"
-    return Finding(
-        "library", Severity.WARNING, value, meaning, "pip uninstall open-datadist; pip install open-datadist"
-    )
+    mend = "pip uninstall open-datadist; pip install open-datadist"
+    return Finding("library", Severity.WARNING, value, meaning, mend)
 
 
 def nixl() -> Finding:
     """Show the version of NIXL."""
     value = ", ".join(installed("nixl")) or "not installed"
-    return Finding(
-        "nixl",
-        Severity.OK,
-        value,
-        "the transport nixl uses it, for RDMA between hosts; without it links between hosts are tcp",
-    )
+    meaning = "the transport nixl uses it, for RDMA between hosts; without it links between hosts are tcp"
+    return Finding("nixl", Severity.OK, value, meaning)
 
 
 def cuda() -> Finding:
     """Show the CUDA runtime and driver; warn if only the driver is missing."""
-    runtime = installed("nvidia-cuda-runtime", *(f"nvidia-cuda-runtime-cu{number}" for number in (11, 12, 13)))
+    runtime = installed("nvidia-cuda-runtime")
     driver = _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "no driver"
     meaning = "not needed: this library moves host memory; vLLM on a GPU needs runtime and driver"
     value = f"{', '.join(runtime) or 'no runtime'}, {driver}"
-    if runtime and not _DRIVER.exists():
-        return Finding("cuda", Severity.WARNING, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
-    return Finding("cuda", Severity.OK, value, meaning)
+    good = not runtime or _DRIVER.exists()
+    return judge("cuda", good, value, meaning, "docker run --gpus all, or install the NVIDIA driver")
 
 
 def vllm() -> Finding:
     """Show the version of vLLM; warn without the proxy's aiohttp."""
     found = installed("vllm")
     meaning = "LLMDataDistConnector runs in it; its proxy needs aiohttp"
-    value = ", ".join(found) or "not installed"
-    if found and not installed("aiohttp"):
-        return Finding(
-            "vllm", Severity.WARNING, f"{value}, without aiohttp", meaning, "pip install 'open-datadist[vllm]'"
-        )
-    return Finding("vllm", Severity.OK, value, meaning)
+    good = not found or bool(installed("aiohttp"))
+    value = (", ".join(found) or "not installed") + ("" if good else ", without aiohttp")
+    return judge("vllm", good, value, meaning, "pip install 'open-datadist[vllm]'")
 
 
 CHECKS: Final = (library, nixl, cuda, vllm)

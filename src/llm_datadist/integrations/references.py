@@ -28,8 +28,6 @@ from llm_datadist.types.grant import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SECRET_FILE", "ReferenceKeys", "runtime_secret_file", "secret_file"]
-
 SECRET_FILE: Final = "reference_secret_file"
 
 _VERSION: Final = "2"
@@ -40,15 +38,10 @@ _MAX_LENGTH: Final = 1 << 21
 
 
 class ReferenceKeys:
-    """Signs references, and verifies those of instances with the same secrets.
+    """Signs references, and verifies those of instances with the same secrets. Threads: one.
 
-    Threads: one.
-
-    Args:
-        path: File of secrets, one a line. The first signs, all verify; changes are read again.
-
-    Raises:
-        ParamError: The file cannot be used; the text names ``option``.
+    ``path`` has the secrets, one a line. The first signs, all verify; changes are read again. Raises ParamError, which
+    names ``option``, if the file cannot be used.
     """
 
     def __init__(self, path: Path, option: str = SECRET_FILE) -> None:
@@ -96,10 +89,8 @@ def _digest(secret: Secret, use: str, head: str) -> bytes:
 def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]:
     """Return the file of secrets for references, and its option.
 
-    It is ``llm.AuthSecretFile``, ``own`` (``reference_secret_file``), or this user's file on this host.
-
-    Raises:
-        ParamError: Both files are given; or none, but certificates or ``llm.Insecure``. The engine does not start.
+    It is ``llm.AuthSecretFile``, ``own`` (``reference_secret_file``), or this user's file on this host. Raises
+    ParamError, and the engine does not start: both files are given; or none, but certificates or ``llm.Insecure``.
     """
     parsed = Options.parse({DEVICE_ID: "0", **options}, LLMRole.DECODER)
     credentials = parsed.credentials

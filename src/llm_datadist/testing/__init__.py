@@ -6,7 +6,7 @@
 - :func:`loopback_links` lets a client's unit test link to itself.
 - :class:`PageTrap` stops a thread inside a copy.
 
-Modules load on first use: ``import llm_datadist.testing`` does not need pytest.
+The suite and its peers load on first use: ``import llm_datadist.testing`` does not need pytest.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist.testing.loopback import Loopback, loopback_links
+from llm_datadist.testing.page_trap import PageTrap
+from llm_datadist.testing.staged_device import StagedDevice
+
 if TYPE_CHECKING:
     from llm_datadist.testing.conformance import TransportConformance
-    from llm_datadist.testing.loopback import Loopback, loopback_links
-    from llm_datadist.testing.page_trap import PageTrap
     from llm_datadist.testing.peers import LocalPeer, Peer, PeerProcess
-    from llm_datadist.testing.staged_device import StagedDevice
 
 __all__ = [
     "LocalPeer",
@@ -32,21 +33,12 @@ __all__ = [
     "loopback_links",
 ]
 
-_MODULES: Final = {
-    "LocalPeer": "peers",
-    "Loopback": "loopback",
-    "PageTrap": "page_trap",
-    "Peer": "peers",
-    "PeerProcess": "peers",
-    "StagedDevice": "staged_device",
-    "TransportConformance": "conformance",
-    "loopback_links": "loopback",
-}
+_LATE: Final = {"LocalPeer": "peers", "Peer": "peers", "PeerProcess": "peers", "TransportConformance": "conformance"}
 
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _MODULES:
+        if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)

@@ -11,17 +11,18 @@ import os
 import signal
 import threading
 import warnings
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import pytest
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE
+from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import CopyPool, Plan, plan_row
 from llm_datadist.errors import (
     DeadlineExceeded,
@@ -33,17 +34,17 @@ from llm_datadist.errors import (
     TransferAborted,
     TransferFailed,
 )
-from llm_datadist.testing.peers import PRIVATE_BYTES, REGION_BYTES, Peer, PeerProcess
+from llm_datadist.testing.peers import NON_POOL_BYTES, REGION_BYTES, Peer, PeerProcess
 from llm_datadist.testing.scene import (
     BLOCKS,
     BUDGET_MS,
     TENSORS,
-    TRIES,
     PassesLater,
     Scene,
     beginning_of,
     child_of_fork,
     held,
+    one_row,
     open_and_forget,
     random_blocks,
     read_beginning,
@@ -59,12 +60,10 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection
 
-__all__ = ["ProcessConformance", "ServedConformance", "TransportConformance", "one_row"]
 
-
-def one_row(nbytes: int) -> Plan:
-    """Return a plan of one run, between the beginnings of tensors."""
-    return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+_TRIES: Final = 20  # repetitions of races
+#: The blocks of the ordered plan, as they are at its end.
+_LATER: Final = (0, 0), TENSORS, [3, 4, 5], [2, 9, 3]
 
 
 class TransportConformance:
@@ -90,33 +89,21 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_read_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks arrive; no other byte changes."""
-        scene = Scene.build(seed, peer)
-        first, count, dst, src = random_blocks(seed)
-        plan = scene.plan(first, count, dst, src)
-        local = scene.local
-        expected = scene.memory.copy()
-        moved = connection.read(plan, local, scene.remote(connection, writable=False), None, Deadline(BUDGET_MS))
-        got, scene.memory[:] = scene.memory.copy(), expected
-        for tensor in range(count):
-            for to, of in zip(dst, src, strict=True):
-                scene.local_block(first[0] + tensor, to)[:] = scene.image_block(first[1] + tensor, of)
-        assert np.array_equal(got, scene.memory)
+        scene, blocks = Scene.build(seed, peer), random_blocks(seed)
+        plan, expected = scene.plan(*blocks), scene.after_read(*blocks)
+        remote = scene.remote(connection, writable=False)
+        moved = connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        assert np.array_equal(scene.memory, expected)
         scene.check_peer()
         assert moved == connection.usage().read_bytes == plan.nbytes
 
     @pytest.mark.parametrize("seed", range(6))
     def test_write_moves_exactly_the_addressed_bytes(self, peer: Peer, connection: Connection, seed: int) -> None:
-        """Random blocks reach the owner; no other byte changes."""
-        scene = Scene.build(seed, peer)
-        first, count, dst, src = random_blocks(seed)
-        plan = scene.plan(first, count, dst, src)
-        before = scene.memory.copy()
+        scene, blocks = Scene.build(seed, peer), random_blocks(seed)
+        plan, before = scene.plan(*blocks), scene.memory.copy()
         remote = scene.remote(connection, writable=True)
         moved = connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-        for tensor in range(count):
-            for to, of in zip(dst, src, strict=True):
-                scene.image_block(first[0] + tensor, to)[:] = scene.local_block(first[1] + tensor, of)
+        scene.expect_write(*blocks)
         scene.check_peer()
         assert np.array_equal(scene.memory, before)
         assert moved == connection.usage().written_bytes == plan.nbytes
@@ -126,39 +113,31 @@ class TransportConformance:
         scene = Scene.build(7, peer)
         plan = scene.plan((0, 0), TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
         assert plan.ordered
-        remote = scene.remote(connection, writable=True)
+        remote, expected = scene.remote(connection, writable=True), scene.after_read(*_LATER)
         connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-        for tensor in range(TENSORS):
-            for to, of in ((3, 2), (4, 9), (5, 3)):
-                assert np.array_equal(scene.local_block(tensor, to), scene.image_block(tensor, of))
+        assert np.array_equal(scene.memory, expected)
         connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-        for tensor in range(TENSORS):
-            for to, of in ((3, 2), (4, 9), (5, 3)):
-                scene.image_block(tensor, to)[:] = scene.local_block(tensor, of)
+        scene.expect_write(*_LATER)
         scene.check_peer()
 
     def test_a_large_transfer_with_helpers(self, peer: Peer, connection: Connection) -> None:
-        """A transfer split among threads arrives whole, there and back."""
         nbytes = REGION_BYTES[1]
         sent = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         received = np.zeros_like(sent)
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
         plan = one_row(nbytes)
-        pool = CopyPool(2)
-        try:
+        with closing(CopyPool(2)) as pool:
             connection.write(plan, tensors_over(sent), remote, pool, Deadline(BUDGET_MS))
             assert np.array_equal(peer.peek(1), sent)
             connection.read(plan, tensors_over(received), remote, pool, Deadline(BUDGET_MS))
-        finally:
-            pool.close()
         assert np.array_equal(received, sent)
 
     def test_private_memory(self, peer: Peer, connection: Connection) -> None:
         """Non-pool memory is reached if the transport says so, else refused."""
-        data = np.random.default_rng(2).integers(0, 256, PRIVATE_BYTES, np.uint8)
-        peer.poke(PRIVATE, data)
-        region, address = np.array([PRIVATE], np.uint32), np.array([peer.address(PRIVATE) + 5], np.uint64)
-        if not connection.capabilities.private_memory:
+        data = np.random.default_rng(2).integers(0, 256, NON_POOL_BYTES, np.uint8)
+        peer.poke(NON_POOL, data)
+        region, address = np.array([NON_POOL], np.uint32), np.array([peer.address(NON_POOL) + 5], np.uint64)
+        if not connection.capabilities.non_pool_memory:
             with pytest.raises(LinkError, match="non-pool"):
                 connection.map(region, address, 1000, writable=False)
             return
@@ -169,7 +148,7 @@ class TransportConformance:
         assert received.tolist() == [0, *data[6:1004].tolist(), 0]
         connection.write(plan, tensors_over(received[::-1].copy()), remote, None, Deadline(BUDGET_MS))
         data[6:1004] = data[6:1004][::-1].copy()
-        assert np.array_equal(peer.peek(PRIVATE), data)
+        assert np.array_equal(peer.peek(NON_POOL), data)
 
     # Refusals
 
@@ -197,7 +176,6 @@ class TransportConformance:
             connection.map(regions, offsets, extent, writable=False)
 
     def test_map_takes_lists_of_one_length(self, connection: Connection) -> None:
-        """Regions and offsets of different lengths are refused."""
         with pytest.raises(ParamError, match="as long"):
             connection.map(np.array([1, 1], np.uint32), np.array([0], np.uint64), 64, writable=False)
 
@@ -207,11 +185,9 @@ class TransportConformance:
         before, remote = scene.memory.copy(), scene.remote(connection, writable=True)
         beyond = Plan(0, 0, 1, plan_row(0, scene.extent - 8, 9), False, 9)
         missing = Plan(0, 1, TENSORS, plan_row(0, 0, 1), False, TENSORS)
-        for plan in (beyond, missing):
+        for plan, verb in product((beyond, missing), (connection.read, connection.write)):
             with pytest.raises(ParamError):
-                connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
-            with pytest.raises(ParamError):
-                connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+                verb(plan, scene.local, remote, None, Deadline(BUDGET_MS))
         assert np.array_equal(scene.memory, before)
         scene.check_peer()
 
@@ -222,19 +198,15 @@ class TransportConformance:
             for region in (1, 2):
                 with pytest.raises(LinkError, match="read-only"):
                     beginning_of(peer, connection, region, 64, writable=True)
-            received = np.zeros(64, np.uint8)
-            read_beginning(peer, connection, received)
-            assert (received == 9).all()
+            assert (read_beginning(peer, connection, np.zeros(64, np.uint8)) == 9).all()
 
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
-        """A write through a read-only mapping is refused and does not crash."""
         remote = beginning_of(peer, connection, 1, 64, writable=False)
         with pytest.raises(ParamError, match="writable"):
             connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
-        """Tensors are valid only for their connection."""
         with peer.connect() as other:
             remote = beginning_of(peer, other, 1, 64, writable=True)
         for verb in (connection.read, connection.write):
@@ -276,9 +248,11 @@ class TransportConformance:
                 assert (data == 7).all()
         assert given_up
         received = np.zeros(64, np.uint8)
-        peer.poke(1, np.full(64, 9, np.uint8))
-        read_beginning(peer, connection, received)
+        peer.poke(2, np.full(64, 9, np.uint8))  # in region 1 the bytes of a write that was given up may still arrive
+        other = beginning_of(peer, connection, 2, 64, writable=False)
+        connection.read(one_row(64), tensors_over(received), other, None, Deadline(BUDGET_MS))
         assert (received == 9).all()
+        assert (data == 7).all()
 
     # Guards
 
@@ -318,7 +292,7 @@ class TransportConformance:
             peer.advance(slot)
             peer.poke(1, np.full(nbytes, new, np.uint8))
 
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             peer.poke(1, np.full(nbytes, old, np.uint8))
             slot, generation = peer.guard()
             peer.hold(slot, generation)
@@ -332,10 +306,9 @@ class TransportConformance:
             assert not whole or (into == old).all()
         slot, generation = peer.guard()
         peer.hold(slot, generation)
-        outcome: list[bool] = []
-        with held(lambda deadline: outcome.append(read(slot, generation, deadline))):
+        with held(partial(read, slot, generation)) as last:
             peer.advance(slot)
-        assert outcome == [False]
+        assert not last.result()
 
     @pytest.mark.parametrize("slot", [0, 64, 2**40])
     def test_guards_refuse_what_is_no_slot(self, connection: Connection, slot: int) -> None:
@@ -347,30 +320,22 @@ class TransportConformance:
     # Ends
 
     def test_many_threads_share_a_connection(self, peer: Peer, connection: Connection) -> None:
-        """Each thread gets its own bytes."""
         scene = Scene.build(5, peer)
         remote = scene.remote(connection, writable=False)
-        plan = scene.plan((0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1])
-        failures: list[BaseException] = []
+        blocks = (0, 0), TENSORS, list(range(BLOCKS)), list(range(BLOCKS))[::-1]
+        plan, readers = scene.plan(*blocks), threading.Barrier(4)
 
-        def read() -> None:
+        def read(_: int) -> None:
             own = replace(scene, memory=np.zeros_like(scene.memory))
-            try:
-                for _ in range(10):
-                    own.memory[:] = 0
-                    connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
-                    for tensor, block in product(range(TENSORS), range(BLOCKS)):
-                        expected = own.image_block(tensor, BLOCKS - 1 - block)
-                        assert np.array_equal(own.local_block(tensor, block), expected)
-            except BaseException as error:  # noqa: BLE001 (raised by the test's thread)
-                failures.append(error)
+            expected = own.after_read(*blocks)
+            readers.wait(BUDGET_MS / 1e3)
+            for _ in range(10):
+                own.memory[:] = 0
+                connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
+                assert np.array_equal(own.memory, expected)
 
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(read, range(4)))
 
     def test_closed_connections_raise(self, peer: Peer) -> None:
         """Every verb of a closed connection is a ``LinkError``; close may be repeated."""
@@ -379,15 +344,15 @@ class TransportConformance:
             remote = beginning_of(peer, connection, 1, 64, writable=True)
             getattr(connection, end)()
             assert connection.closed
-            local = tensors_over(np.zeros(64, np.uint8))
-            with pytest.raises(LinkError, match="closed"):
-                connection.read(one_row(64), local, remote, None, Deadline(BUDGET_MS))
-            with pytest.raises(LinkError, match="closed"):
-                connection.write(one_row(64), local, remote, None, Deadline(BUDGET_MS))
-            with pytest.raises(LinkError, match="closed"):
-                unchanged(connection, 1, 0)
-            with pytest.raises(LinkError, match="closed"):
-                beginning_of(peer, connection, 1, 64, writable=False)
+            asked = one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS)
+            for call in (
+                partial(connection.read, *asked),
+                partial(connection.write, *asked),
+                partial(unchanged, connection, 1, 0),
+                partial(beginning_of, peer, connection, 1, 64, writable=False),
+            ):
+                with pytest.raises(LinkError, match="closed"):
+                    call()
             connection.close()
             connection.abort()
 
@@ -409,23 +374,12 @@ class TransportConformance:
         before = residue()
         peer.poke(1, np.full(64, 5, np.uint8))
         connection, received = peer.connect(), np.zeros(64, np.uint8)
-        outcome: list[LLMException | None] = []
-
-        def read(deadline: Deadline) -> None:
-            try:
-                read_beginning(peer, connection, received, deadline)
-                outcome.append(None)
-            except LLMException as error:
-                outcome.append(error)
-
-        with held(read):
+        with held(partial(read_beginning, peer, connection, received)) as outcome:
             getattr(connection, end)()
             with pytest.raises(LinkError, match="closed"):
                 unchanged(connection, 1, 0)
-        if end == "close":
-            assert outcome == [None]
-        else:
-            assert isinstance(outcome[0], TransferAborted)
+        error = outcome.exception()
+        assert error is None if end == "close" else isinstance(error, TransferAborted)
         # Over lanes an abort stops the bytes.
         if end == "close" or not connection.capabilities.remote_guards:
             assert (received == 5).all()
@@ -443,10 +397,11 @@ class TransportConformance:
         """In a child every call raises ``StateError`` and close works; the parent goes on."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            with held(partial(read_beginning, peer, connection, np.zeros(64, np.uint8))):  # a thread is inside
+            with held(partial(read_beginning, peer, connection, np.zeros(64, np.uint8))) as read:  # a thread is inside
                 pid = os.fork()
                 if pid == 0:
                     os._exit(child_of_fork(connection))
+            read.result()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         if not connection.capabilities.remote_guards:
             slot, generation = peer.guard()
@@ -454,7 +409,6 @@ class TransportConformance:
         read_beginning(peer, connection, np.zeros(64, np.uint8))
 
     def test_repr_shows_the_state(self, peer: Peer, connection: Connection) -> None:
-        """One line has state, users and moved bytes."""
         read_beginning(peer, connection, np.zeros(64, np.uint8))
         assert repr(connection) == f"<{type(connection).__name__} open: 0 in use, 64 bytes read, 0 written>"
         connection.close()
@@ -525,7 +479,6 @@ class ServedConformance(ProcessConformance):
         assert (peer.peek(1)[:64] == 1).all()
 
     def test_abort_wakes_a_transfer_that_waits(self) -> None:
-        """An abort ends a transfer whose peer is stopped."""
         with self.start() as process, process.serving(writable=True), process.connect() as connection:
             remote, into = beginning_of(process, connection, 1, 64, writable=False), np.ones(64, np.uint8)
             os.kill(process.pid, signal.SIGSTOP)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.engine import Engine
 
-__all__ = ["Loopback", "loopback_links"]
-
 _JOIN_MS: Final = 10_000
 
 
@@ -73,15 +71,12 @@ class Loopback:
         caller = next(each for each in list(Life.all) if life_of(each).engine is engine)
         if caller in self.members.values():
             return engine.open_communicator(name, ranks, rank_table)
-        self._add(caller, ranks)
+        for cluster_id in ranks:
+            if cluster_id not in self.members and all(each.cluster_id != cluster_id for each in list(Life.all)):
+                self.members[cluster_id] = self._make(cluster_id, caller)
         comm_id = engine.open_communicator(name, ranks, _table(ranks))
         self._join(caller, name, ranks, comm_id)
         return comm_id
-
-    def _add(self, caller: LLMDataDist, ranks: dict[int, int]) -> None:
-        for cluster_id in ranks:
-            if cluster_id not in self.members and not _lives(cluster_id):
-                self.members[cluster_id] = self._make(cluster_id, caller)
 
     def _join(self, caller: LLMDataDist, comm_name: str, ranks: dict[int, int], comm_id: int) -> None:
         """Let the made members join; wait unless the test makes others itself."""
@@ -117,10 +112,6 @@ class Loopback:
         # A client expects its own instance there.
         LLMDataDist.llm_engine_instance = latest
         return member
-
-
-def _lives(cluster_id: int) -> bool:
-    return any(each.cluster_id == cluster_id for each in list(Life.all))
 
 
 def _table(ranks: dict[int, int]) -> str:

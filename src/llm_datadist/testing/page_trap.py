@@ -14,8 +14,6 @@ import struct
 from contextlib import AbstractContextManager
 from typing import Final
 
-__all__ = ["PageTrap", "trap_denied"]
-
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _SYSCALL: Final = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY: Final = 1

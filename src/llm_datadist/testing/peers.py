@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import PRIVATE, Exports
+from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._transport import instances
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection
 
-__all__ = ["REGION_BYTES", "LocalPeer", "Peer", "PeerProcess", "new_exports"]
-
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
 """Bytes of each exported region, by its id."""
-PRIVATE_BYTES: Final = 1 << 20
+NON_POOL_BYTES: Final = 1 << 20
 """Bytes of a peer's non-pool memory."""
 _SLOTS: Final = 64
 
@@ -49,7 +47,7 @@ T = TypeVar("T")
 class Peer(ABC):
     """The peer of a tested connection. Threads: one.
 
-    Only :meth:`connect` uses the transport; the memory's owner does the rest. Region :data:`PRIVATE` is addressed from
+    Only :meth:`connect` uses the transport; the memory's owner does the rest. Region :data:`NON_POOL` is addressed from
     the start of the peer's non-pool memory.
     """
 
@@ -84,6 +82,15 @@ class Peer(ABC):
     def hold(self, slot: int, generation: int) -> None:  # noqa: B027 (not every transport needs it)
         """Make every later transfer depend on a guard, if the owner checks guards (``remote_guards``)."""
 
+    def close(self) -> None:  # noqa: B027 (not every peer owns something)
+        """Free the peer. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
 
 class LocalPeer(Peer):
     """A peer in this process, registered for inproc until :meth:`close`. Owns its memory.
@@ -94,7 +101,7 @@ class LocalPeer(Peer):
 
     def __init__(self, *, writable: bool, private: bool = False) -> None:
         self.exports = new_exports(writable=writable)
-        sizes = {PRIVATE: PRIVATE_BYTES} | (REGION_BYTES if private else {})
+        sizes = {NON_POOL: NON_POOL_BYTES} | (REGION_BYTES if private else {})
         self._private = {region: np.zeros(nbytes, np.uint8) for region, nbytes in sizes.items()}
         instances.register(self.exports)
 
@@ -128,12 +135,6 @@ class LocalPeer(Peer):
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:
         return self._private[region] if region in self._private else self.exports.regions[region].view()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class PeerProcess(Peer):
@@ -187,9 +188,7 @@ class PeerProcess(Peer):
         return self.ask(int, "address", region)
 
     def place(self, region: int, offset: int) -> tuple[int, int]:
-        return (
-            (PRIVATE, self.address(region) + offset) if self._private and region in REGION_BYTES else (region, offset)
-        )
+        return (NON_POOL, self.address(region) + offset) if self._private else (region, offset)
 
     def guard(self) -> tuple[int, int]:
         slot, generation = self.ask(list[int], "guard")
@@ -197,10 +196,6 @@ class PeerProcess(Peer):
 
     def advance(self, slot: int) -> int:
         return self.ask(int, "advance", slot)
-
-    def cookie_address(self) -> int:
-        """Return the address of the guard table's cookie in the child."""
-        return self.ask(int, "cookie_address")
 
     def kill(self) -> None:
         """Kill the child by SIGKILL; return when it has ended."""
@@ -219,12 +214,6 @@ class PeerProcess(Peer):
     def ask(self, answer: type[T], verb: str, *arguments: object) -> T:
         self._pipe.send_bytes(msgspec.msgpack.encode([verb, *arguments]))
         return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=answer)  # noqa: TID251 (of no Struct)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 class PeerChild:

@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -26,30 +28,23 @@ if TYPE_CHECKING:
 
     from llm_datadist._transport.connection import Connection, RemoteTensors
 
+T = TypeVar("T")
+
 BLOCKS: Final = 16
 TENSORS: Final = 5
-TRIES: Final = 20  # repetitions of races
 BUDGET_MS: Final = 20_000  # for calls that should succeed; only a hang can use it up
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Five equal tensors on both sides, at odd places in random memory.
-
-    Attributes:
-        extent: Bytes of each tensor.
-        memory: Local memory: tensors and gaps.
-        images: Expected bytes of the peer's regions.
-        starts: Local byte offset of each tensor.
-        places: (region, offset) of each of the peer's tensors.
-    """
+    """Five equal tensors on both sides, at odd places in random memory."""
 
     block_bytes: int
-    extent: int
-    memory: NDArray[np.uint8]
-    images: dict[int, NDArray[np.uint8]]
-    starts: list[int]
-    places: list[tuple[int, int]]
+    extent: int  # bytes of each tensor
+    memory: NDArray[np.uint8]  # local: tensors and gaps
+    images: dict[int, NDArray[np.uint8]]  # expected bytes of the peer's regions
+    starts: list[int]  # local byte offset of each tensor
+    places: list[tuple[int, int]]  # (region, offset) of each of the peer's tensors
     peer: Peer
 
     @classmethod
@@ -100,6 +95,18 @@ class Scene:
         start = offset + block * self.block_bytes
         return self.images[region][start : start + self.block_bytes]
 
+    def after_read(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> NDArray[np.uint8]:
+        """Return the local memory that a read of these blocks leaves; see :meth:`plan`."""
+        after = replace(self, memory=self.memory.copy())
+        for tensor, (to, of) in product(range(count), zip(dst, src, strict=True)):
+            after.local_block(first[0] + tensor, to)[:] = self.image_block(first[1] + tensor, of)
+        return after.memory
+
+    def expect_write(self, first: tuple[int, int], count: int, dst: list[int], src: list[int]) -> None:
+        """Do to the images what a write of these blocks does to the peer; see :meth:`plan`."""
+        for tensor, (to, of) in product(range(count), zip(dst, src, strict=True)):
+            self.image_block(first[0] + tensor, to)[:] = self.local_block(first[1] + tensor, of)
+
     def check_peer(self) -> None:
         """Compare every byte of the peer with the images."""
         for region, image in self.images.items():
@@ -135,17 +142,16 @@ class Holds(Deadline):
 
 
 @contextmanager
-def held(transfer: Callable[[Deadline], object]) -> Iterator[None]:
+def held(transfer: Callable[[Deadline], T]) -> Iterator[Future[T]]:
     """Run a transfer in a thread, hold it right before its move during the ``with`` block, then wait for its end."""
     deadline = Holds()
-    thread = threading.Thread(target=transfer, args=(deadline,))
-    thread.start()
-    try:
-        assert deadline.inside.wait(BUDGET_MS / 1e3)
-        yield
-    finally:
-        deadline.go.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            outcome = thread.submit(transfer, deadline)
+            assert deadline.inside.wait(BUDGET_MS / 1e3)
+            yield outcome
+        finally:
+            deadline.go.set()
 
 
 def residue() -> dict[str, Any]:
@@ -177,21 +183,18 @@ def settled(
 
     Threads of ``before`` that have left are no difference.
     """
-    give_up = time.monotonic() + seconds
-    while (now := _with_leavers(look(), before)) != before and time.monotonic() < give_up:
+    give_up = Deadline(int(seconds * 1e3))
+    while True:
+        now = look()
+        now["kernel threads"] = sorted({*now["kernel threads"], *before["kernel threads"]})
+        if now == before or give_up.expired():
+            return now
         time.sleep(0.001)
-    return now
-
-
-def _with_leavers(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    return now | {"kernel threads": sorted({*now["kernel threads"], *before["kernel threads"]})}
 
 
 def descriptors() -> list[str]:
     """Return number and target of every descriptor, once no close is under way or after 1 s."""
-    give_up = time.monotonic() + 1
-    while closing() and time.monotonic() < give_up:
-        time.sleep(0.001)
+    Deadline(1000).poll(lambda: not closing())
     found = []
     for fd in os.listdir("/proc/self/fd"):
         # The listing's own descriptor is in the list, and gone afterwards.
@@ -223,6 +226,11 @@ def tensors_over(memory: NDArray[np.uint8]) -> Tensors:
     return Tensors(np.array([memory.ctypes.data], np.uint64), memory.size)
 
 
+def one_row(nbytes: int) -> Plan:
+    """Return a plan of one run, between the beginnings of tensors."""
+    return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
+
+
 def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
     """Map one tensor of ``extent`` bytes at a region's beginning."""
     return _map(peer, connection, [(region, 0)], extent, writable=writable)
@@ -239,11 +247,11 @@ def _map(
 
 def read_beginning(
     peer: Peer, connection: Connection, into: NDArray[np.uint8], deadline: Deadline | None = None
-) -> None:
-    """Read the beginning of region 1 into an array."""
+) -> NDArray[np.uint8]:
+    """Read the beginning of region 1 into an array; return it."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
-    plan = Plan(0, 0, 1, plan_row(0, 0, into.size), False, into.size)
-    connection.read(plan, tensors_over(into), remote, None, deadline or Deadline(BUDGET_MS))
+    connection.read(one_row(into.size), tensors_over(into), remote, None, deadline or Deadline(BUDGET_MS))
+    return into
 
 
 def unchanged(connection: Connection, slot: int, generation: int) -> bool:

@@ -13,8 +13,6 @@ from llm_datadist.errors import OutOfMemory
 if TYPE_CHECKING:
     from llm_datadist._memory.segment import Segment
 
-__all__ = ["CopyCount", "Direction", "StagedDevice"]
-
 Direction = Literal["to_device", "from_device", "on_device"]
 
 
@@ -42,7 +40,7 @@ class StagedDevice:
     def __init__(self, name: str = "staged", *, refuse_after_bytes: int | None = None) -> None:
         self.name = name
         self._host = HostDevice()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._counts: dict[Direction, CopyCount] = {}
         self._refuse_after_bytes = refuse_after_bytes
@@ -56,7 +54,7 @@ class StagedDevice:
     def allocated_bytes(self) -> int:
         """Bytes of all unclosed segments."""
         with self._lock:
-            return self._allocated()
+            return sum(segment.nbytes for segment in self._segments if not segment.closed)
 
     def count(self, direction: Direction) -> CopyCount:
         """Return the copies in one direction so far."""
@@ -96,7 +94,7 @@ class StagedDevice:
         self._record("on_device", nbytes)
 
     def _check_room(self, nbytes: int, name: str) -> None:
-        most, taken = self._refuse_after_bytes, self._allocated()
+        most, taken = self._refuse_after_bytes, self.allocated_bytes
         if most is None or taken + nbytes <= most:
             return
         free = max(0, most - taken)
@@ -107,9 +105,6 @@ class StagedDevice:
             free=free,
             largest_hole=free,
         )
-
-    def _allocated(self) -> int:
-        return sum(segment.nbytes for segment in self._segments if not segment.closed)
 
     def _record(self, direction: Direction, nbytes: int) -> None:
         thread = threading.current_thread().name

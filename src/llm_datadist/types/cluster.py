@@ -48,10 +48,7 @@ def show_address(address: tuple[str, int]) -> str:
 
 
 def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = False) -> _Endpoint:
-    """Return an endpoint as in a cluster info. Errors begin with ``where``.
-
-    ``named``: host names are allowed.
-    """
+    """Return an endpoint as in a cluster info, also with a host name if ``named``. Errors begin with ``where``."""
     name = f"{where}ip"
     if isinstance(ip, str):
         inner = ip.removeprefix("[").removesuffix("]")

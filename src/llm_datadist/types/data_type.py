@@ -32,7 +32,8 @@ class DataType(Enum):
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return _ITEMSIZE[self]
+        # A string element is two 8-byte words (address, length), unlike NumPy's bytes type.
+        return 16 if self is DataType.DT_STRING else np.dtype(dtype_to_np_dtype[self]).itemsize
 
 
 dtype_to_np_dtype: Final[dict[DataType, type[np.generic]]] = {
@@ -77,9 +78,3 @@ np_dtype_to_dtype: Final[dict[Any, DataType]] = _ByScalarType(
 
 valid_np_dtypes: Final[list[type[np.generic]]] = list(np_dtype_to_dtype)
 """NumPy scalar types with an element type."""
-
-# A string element is two 8-byte words (address, length), unlike NumPy's bytes type.
-_ITEMSIZE: Final = {
-    dtype: 16 if dtype is DataType.DT_STRING else np.dtype(scalar).itemsize
-    for dtype, scalar in dtype_to_np_dtype.items()
-}

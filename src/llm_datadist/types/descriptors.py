@@ -73,13 +73,12 @@ class CacheDesc:
         self._data_type = check_type("data_type", data_type, DataType)
         self._placement = check_type("placement", placement, Placement)
         self._batch_dim = check_int("batch_dim_index", batch_dim_index)
-        check_rule(
-            0 <= self._batch_dim < len(dims), f"batch_dim_index: {batch_dim_index} is outside [0, {len(dims)}) ({dims})"
-        )
+        bounds = f"[0, {len(dims)}) ({dims})"
+        check_rule(0 <= self._batch_dim < len(dims), f"batch_dim_index: {batch_dim_index} is outside {bounds}")
         self._seq_len_dim_index = check_int32("seq_len_dim_index", seq_len_dim_index)
         check_rule(
             -1 <= self._seq_len_dim_index < len(dims),
-            f"seq_len_dim_index: {seq_len_dim_index} is neither -1 nor in [0, {len(dims)}) ({dims})",
+            f"seq_len_dim_index: {seq_len_dim_index} is neither -1 nor in {bounds}",
         )
         if kv_tensor_format is not None:
             check_type("kv_tensor_format", kv_tensor_format, str)

@@ -12,9 +12,7 @@ _ALIASES = {"prompt_cluster_id": "cluster_id"}
 _DEFAULTS = {"model_id": 0, "prefix_id": INVALID_ID}
 
 
-def _assign(
-    key: object, fields: tuple[str, ...], required: int, args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
+def _assign(key: object, fields: tuple[str, ...], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Match arguments to ``fields`` and set them; ParamError, not TypeError, for a wrong call."""
     kind = type(key).__name__
     if len(args) > len(fields):
@@ -27,11 +25,12 @@ def _assign(
         if name in bound:
             raise ParamError(f"{kind}: {given}={value!r}, but {name} is already {bound[name]!r}")
         bound[name] = value
-    for name in fields[:required]:
-        if name not in bound:
+    values = _DEFAULTS | bound
+    for name in fields:
+        if name not in values:
             raise ParamError(f"{kind}: {name} is required, got {bound!r}")
     for name in fields:
-        object.__setattr__(key, name, check_uint64(name, bound[name] if name in bound else _DEFAULTS[name]))
+        object.__setattr__(key, name, check_uint64(name, values[name]))
 
 
 @dataclass(init=False, frozen=True, slots=True)
@@ -60,7 +59,7 @@ class CacheKey:
         self, *, prompt_cluster_id: int, req_id: int, model_id: int = 0, prefix_id: int = INVALID_ID
     ) -> None: ...
     def __init__(self, *args: object, **kwargs: object) -> None:
-        _assign(self, ("cluster_id", "req_id", "model_id", "prefix_id"), 2, args, kwargs)
+        _assign(self, ("cluster_id", "req_id", "model_id", "prefix_id"), args, kwargs)
 
     @property
     def prompt_cluster_id(self) -> int:
@@ -95,7 +94,7 @@ class BlocksCacheKey:
     @overload
     def __init__(self, *, prompt_cluster_id: int, model_id: int = 0) -> None: ...
     def __init__(self, *args: object, **kwargs: object) -> None:
-        _assign(self, ("cluster_id", "model_id"), 1, args, kwargs)
+        _assign(self, ("cluster_id", "model_id"), args, kwargs)
 
     @property
     def prompt_cluster_id(self) -> int:

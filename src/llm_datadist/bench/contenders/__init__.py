@@ -25,27 +25,11 @@ _CHECKOUT: Final = Path(__file__).parents[4]
 _PEERS_PACKAGE: Final = "benchmarks.peers."
 _IMPORT_S: Final = 120
 
-OURS: Final = {
-    **{f"ours-{name}": f"llm_datadist.bench.contenders.ours:Ours@{name}" for name in ("shm", "cma", "tcp", "nixl")},
-    **{f"ours-{name}-key": f"llm_datadist.bench.contenders.bykey:ByKey@{name}" for name in ("shm", "cma", "tcp")},
-    **{
-        f"ours-{name}-link": f"llm_datadist.bench.contenders.ours:Linking@{name}"
-        for name in ("shm", "cma", "tcp", "nixl")
-    },
-    "ours-inproc": "llm_datadist.bench.contenders.ours:Inproc",
-    "ours-copy-blocks": "llm_datadist.bench.contenders.local:CopyBlocks",
-    "ours-copy-cache": "llm_datadist.bench.contenders.local:CopyCache",
-    "ours-swap": "llm_datadist.bench.contenders.local:SwapBlocks",
-    "ours-plan": "llm_datadist.bench.contenders.local:Planning",
-    "ours-alloc": "llm_datadist.bench.contenders.local:Allocating",
-}
-"""This library's contenders, by transport or call."""
-
 LIMITS: Final = {
-    "memcpy": "llm_datadist.bench.contenders.limits:Memcpy",
-    "memcpy-nt": "llm_datadist.bench.contenders.limits:MemcpyStreaming",
-    "cma": "llm_datadist.bench.contenders.limits:Cma",
-    "tcp-raw": "llm_datadist.bench.contenders.limits:TcpRaw",
+    "memcpy": f"{__name__}.limits:Memcpy",
+    "memcpy-nt": f"{__name__}.limits:MemcpyStreaming",
+    "cma": f"{__name__}.limits:Cma",
+    "tcp-raw": f"{__name__}.limits:TcpRaw",
 }
 """Limits of the machine, without this library's engine. ``memcpy-nt``: streaming stores."""
 
@@ -59,16 +43,25 @@ PEERS: Final = {
 }
 """Other software. ``nixl`` makes each transfer from prepared descriptors, ``nixl-prepared`` only posts one."""
 
-CONTENDERS: Final = OURS | LIMITS | PEERS
+CONTENDERS: Final = {
+    # This library's, by transport or call.
+    **{f"ours-{name}": f"{__name__}.ours:Ours@{name}" for name in ("shm", "cma", "tcp", "nixl")},
+    **{f"ours-{name}-key": f"{__name__}.ours:ByKey@{name}" for name in ("shm", "cma", "tcp")},
+    **{f"ours-{name}-link": f"{__name__}.ours:Linking@{name}" for name in ("shm", "cma", "tcp", "nixl")},
+    "ours-inproc": f"{__name__}.ours:Inproc",
+    "ours-copy-blocks": f"{__name__}.local:CopyBlocks",
+    "ours-copy-cache": f"{__name__}.local:CopyCache",
+    "ours-swap": f"{__name__}.local:SwapBlocks",
+    "ours-plan": f"{__name__}.local:Planning",
+    "ours-alloc": f"{__name__}.local:Allocating",
+    **LIMITS,
+    **PEERS,
+}
 """Name -> ``module:class`` or ``module:class@transport``; text of these forms is a name, too."""
 
 
 def find(name: str) -> type[Contender]:
-    """Import a contender by its name.
-
-    Raises:
-        BenchError: The name is unknown, or its module cannot be imported here.
-    """
+    """Import a contender by its name; raise BenchError if it is unknown, or cannot be imported here."""
     module, _, attribute = CONTENDERS.get(name, name).partition(":")
     attribute, _, transport = attribute.partition("@")
     if not attribute:

@@ -27,14 +27,11 @@ Facts = dict[str, Any]
 
 
 class Role(StrEnum):
-    """A contender's processes."""
+    """A contender's processes: the owner of what a pull reads and a push writes, the one that transfers, or both."""
 
     SOURCE = "source"
-    """Owns the memory that a pull reads and a push writes."""
     DESTINATION = "destination"
-    """Starts the transfers."""
     ALONE = "alone"
-    """Both roles in one process."""
 
 
 class Contender(ABC):
@@ -45,6 +42,7 @@ class Contender(ABC):
         env: Additions to the environment of its processes.
         pool_only: Reason why registered memory cannot be measured; empty if it can.
         transport: Transport to ask for, if there is a choice.
+        sets: Sets of the workload's tensors that its processes hold together.
         source_views: Tensors that are read, if this process owns them: uint8 arrays of shape
             (workload.rows, workload.block_bytes). Set by ``start`` or ``connect``.
         destination_views: The same for tensors that are written.
@@ -55,6 +53,7 @@ class Contender(ABC):
     env: ClassVar[Mapping[str, str]] = {}
     pool_only: ClassVar[str] = ""
     transport: ClassVar[str] = ""
+    sets: ClassVar[int] = 2
 
     def __init__(self, role: Role, workload: BenchWorkload) -> None:
         self.role = role
@@ -76,7 +75,7 @@ class Contender(ABC):
     @classmethod
     def footprint(cls, workload: BenchWorkload) -> int:
         """Return the bytes that all its processes hold."""
-        return 2 * workload.tensor_bytes * workload.tensors
+        return cls.sets * workload.tensor_bytes * workload.tensors
 
     @abstractmethod
     def start(self) -> Facts:
@@ -112,10 +111,7 @@ class Contender(ABC):
         work.fill(self.source_views, seed)
 
     def poison(self) -> None:
-        if self.in_place:
-            work.poison_blocks(self.destination_views, self.workload)
-        else:
-            work.poison(self.destination_views)
+        work.poison(self.destination_views, in_place=self.in_place)
 
     def verify(self, seed: int) -> bool:
         """Compare every byte of the destination, or raise WrongBytes; return False if another process has it."""

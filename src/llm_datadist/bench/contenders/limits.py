@@ -12,17 +12,16 @@ import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
 
 from llm_datadist._native import _limits
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
-from llm_datadist.bench.memory import private_tensors, tensors_like
-from llm_datadist.bench.workload import BenchWorkload, Bytes, Op
+from llm_datadist.bench.workload import BenchWorkload, Bytes, Op, private_tensors, tensors_like
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -47,51 +46,50 @@ class RawBlocks:
     """Blocks of one size, by address: uint64, shape (N,).
 
     Attributes:
-        owner: Keeps this process's memory alive; None for another process's.
+        owners: This process's tensors, kept alive; none for another process's.
     """
 
     addresses: NDArray[np.uint64]
     block_bytes: int
-    owner: object = None
+    owners: tuple[NDArray[np.uint8], ...] = ()
 
     @classmethod
     def of(cls, tensors: Sequence[NDArray[np.uint8]], numbers: NDArray[np.int64]) -> RawBlocks:
         """Return rows ``numbers`` (int64, shape (N,)) of every tensor, tensor after tensor.
 
-        Raises:
-            ParamError: Tensors are not C-contiguous uint8 arrays of one shape (rows, block_bytes), or a number is out
-                of range.
+        Tensors that are not C-contiguous uint8 arrays of one shape (rows, block_bytes), or a number out of range, are a
+        ParamError.
         """
         if not tensors:
             raise ParamError("tensors is empty: must be at least one")
         for each in tensors:
-            _check_tensor(each, tensors[0])
+            if (
+                each.dtype != np.uint8
+                or each.ndim != 2
+                or not each.flags.c_contiguous
+                or each.shape != tensors[0].shape
+            ):
+                raise ParamError(
+                    f"a tensor is a {each.dtype} array of shape {each.shape}: must be C-contiguous uint8, shape (rows, "
+                    "block_bytes), all of one shape"
+                )
         rows, block_bytes = tensors[0].shape
-        return cls.elsewhere([each.ctypes.data for each in tensors], rows, block_bytes, numbers, tuple(tensors))
+        blocks = cls.elsewhere([each.ctypes.data for each in tensors], rows, block_bytes, numbers)
+        return replace(blocks, owners=tuple(tensors))
 
     @classmethod
-    def elsewhere(
-        cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64], owner: object = None
-    ) -> RawBlocks:
+    def elsewhere(cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64]) -> RawBlocks:
         """Return rows ``numbers`` of tensors of ``rows`` blocks at ``bases``. Raises as ``of``."""
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < rows):
             raise ParamError(f"numbers are in [{numbers.min()}, {numbers.max()}]: must be in [0, {rows})")
         offsets = numbers.astype(np.uint64) * np.uint64(block_bytes)
         starts = np.asarray(bases, np.uint64)
-        return cls((starts[:, None] + offsets).reshape(-1), block_bytes, owner)
+        return cls((starts[:, None] + offsets).reshape(-1), block_bytes)
 
     def steps(self, count: int) -> list[RawBlocks]:
         """Return ``count`` lists: list ``i`` is block ``i`` of every tensor."""
         columns = np.ascontiguousarray(self.addresses.reshape(-1, count).T)
-        return [RawBlocks(each, self.block_bytes, self.owner) for each in columns]
-
-
-def _check_tensor(tensor: NDArray[Any], first: NDArray[Any]) -> None:
-    if tensor.dtype != np.uint8 or tensor.ndim != 2 or not tensor.flags.c_contiguous or tensor.shape != first.shape:
-        raise ParamError(
-            f"a tensor is a {tensor.dtype} array of shape {tensor.shape}: must be C-contiguous uint8, shape (rows, "
-            "block_bytes), all of one shape"
-        )
+        return [replace(self, addresses=each) for each in columns]
 
 
 def _check_same_size(dst: RawBlocks, src: RawBlocks) -> None:
@@ -100,20 +98,15 @@ def _check_same_size(dst: RawBlocks, src: RawBlocks) -> None:
 
 
 def _check_writable(blocks: RawBlocks, name: str) -> None:
-    owner = blocks.owner
-    if isinstance(owner, tuple) and not all(each.flags.writeable for each in owner):
+    if not all(each.flags.writeable for each in blocks.owners):
         raise ParamError(f"{name} is read-only: must be writable")
 
 
 def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = False) -> None:
-    """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, which must not overlap.
+    """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, which must not overlap, on 1 to 1024 ``threads``.
 
-    Args:
-        threads: 1 to 1024, with the caller.
-        streaming: Use the widest streaming (non-temporal) stores and a store fence, not ``memcpy``.
-
-    Raises:
-        ParamError: Unequal numbers or sizes of blocks, read-only memory, ``threads`` out of range, no streaming stores.
+    ``streaming`` uses the widest streaming (non-temporal) stores and a store fence, not ``memcpy``. Unequal numbers or
+    sizes of blocks, read-only memory, ``threads`` out of range and a lack of streaming stores are a ParamError.
     """
     _check_same_size(dst, src)
     _check_writable(dst, "dst")
@@ -123,9 +116,7 @@ def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = 
 def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, write: bool = False) -> None:
     """Read the blocks ``far`` of process ``pid`` into ``near``, or write them, 512 ranges a system call.
 
-    Raises:
-        OSError: The kernel refused.
-        ParamError: As ``copy_raw``.
+    A refusal of the kernel is an OSError; ParamError as in ``copy_raw``.
     """
     _check_same_size(near, far)
     if not write:
@@ -134,26 +125,20 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
 
 
 class Wait(enum.IntEnum):
-    """A stream receiver's way of waiting."""
+    """A stream receiver waits until a byte arrives, until 256 KiB (SO_RCVLOWAT) or the rest arrive, or it polls."""
 
     BLOCKING = 0
-    """Until a byte arrives."""
     LOW_WATER = 1
-    """Until 256 KiB arrive (SO_RCVLOWAT), or the rest."""
     SPINNING = 2
-    """None: polls."""
 
 
 def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
     """Send blocks over a blocking socket, or receive into them, at most 1 MiB a system call.
 
-    SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking.
-
-    Raises:
-        OSError: The connection broke (ConnectionResetError if the peer ended it) or timed out.
-        ParamError: The socket does not block, or memory is read-only.
+    SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking: a ParamError, as is
+    read-only memory. A connection that breaks (ConnectionResetError if the peer ended it) or times out is an OSError.
     """
-    if not connection.getblocking() or connection.gettimeout() is not None:
+    if connection.gettimeout() is not None:
         raise ParamError("connection has a timeout: must be blocking")
     if not send:
         _check_writable(blocks, "blocks")
@@ -234,8 +219,7 @@ class Cma(Contender):
         move_process(near, far, self._pid, threads=1)
 
 
-@dataclass(frozen=True)
-class _Way:
+class _Way(NamedTuple):
     streams: int
     wait: Wait
     unsent: int | None
@@ -268,9 +252,11 @@ class TcpRaw(Contender):
         tensors = private_tensors(self.workload)
         self.own(tensors)
         nbytes = tensors[0].size // work.SPREAD
-        cuts = [nbytes * number // _STREAMS for number in range(_STREAMS + 1)]
-        self._parts = [_slices(tensors, begin, end) for begin, end in pairwise(cuts)]
-        self._front = _slices(tensors, 0, nbytes)
+        middle = nbytes // 2
+        self._parts = {
+            1: [_slices(tensors, 0, nbytes)],
+            2: [_slices(tensors, 0, middle), _slices(tensors, middle, nbytes)],
+        }
         self._streams: list[socket.socket] = []
         self._stopping = False
         self._way = _WAYS[0]
@@ -278,7 +264,7 @@ class TcpRaw(Contender):
             return {}
         self._listener = socket.create_server((HOST, 0))
         self._threads = ThreadPoolExecutor(_STREAMS, "bench-stream")
-        self._served = [self._threads.submit(self._serve, number) for number in range(_STREAMS)]
+        self._served = [self._threads.submit(self._serve) for _ in range(_STREAMS)]
         return {"port": self._listener.getsockname()[1]}
 
     def connect(self, facts: Facts) -> Facts:
@@ -310,7 +296,7 @@ class TcpRaw(Contender):
 
     def _stream(self, stream: socket.socket, number: int, way: _Way, *, send: bool) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, way.unsent or _NO_BOUND)
-        stream_raw(stream, self._front if way.streams == 1 else self._parts[number], send=send, wait=way.wait)
+        stream_raw(stream, self._parts[way.streams][number], send=send, wait=way.wait)
 
     def verify(self, seed: int) -> bool:
         if self.destination_views:
@@ -321,15 +307,15 @@ class TcpRaw(Contender):
         if self.role is Role.SOURCE:
             self._stopping = True
             # A close would not wake a thread that waits in accept or recv.
-            _shut(self._listener)
-            for stream in self._streams:
-                _shut(stream)
+            for each in chain([self._listener], self._streams):
+                with suppress(OSError):  # the peer shut it down first
+                    each.shutdown(socket.SHUT_RDWR)
             wait(self._served)
             self._listener.close()
         for stream in self._streams:
             stream.close()
 
-    def _serve(self, _: int) -> None:
+    def _serve(self) -> None:
         try:
             stream, _ = self._listener.accept()
             self._streams.append(stream)
@@ -347,11 +333,6 @@ class TcpRaw(Contender):
 
 def _slices(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
     return RawBlocks.of([each.reshape(-1)[begin:end].reshape(1, -1) for each in tensors], np.zeros(1, np.int64))
-
-
-def _shut(each: socket.socket) -> None:
-    with suppress(OSError):  # the peer shut it down first
-        each.shutdown(socket.SHUT_RDWR)
 
 
 def _prepare(stream: socket.socket) -> None:

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from llm_datadist import Cache, CacheDesc, DataType, LLMDataDist, Placement
+from llm_datadist import Cache, LLMDataDist, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, compare_blocks
 from llm_datadist.bench import WrongBytes
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.contenders.ours import make_blocks, open_instance, pool_bytes_for
-from llm_datadist.bench.memory import private_tensors
-from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
-from llm_datadist.views import tensor_views
+from llm_datadist.bench.contenders.ours import desc_of, make_cache, open_instance, pool_bytes_for
+from llm_datadist.bench.workload import BenchWorkload, Op, private_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,9 +31,8 @@ class Local(Contender):
     caches: ClassVar[int] = 1
 
     def start(self) -> Facts:
-        work = self.workload
-        one = pool_bytes_for(work.tensor_bytes, work.tensors) if work.memory is BenchMemory.POOL else 0
-        self._datadist: LLMDataDist = open_instance(Role.SOURCE, work, "inproc", pool_bytes=one * self.caches)
+        size = pool_bytes_for(self.workload) * self.caches
+        self._datadist: LLMDataDist = open_instance(Role.SOURCE, self.workload, "inproc", pool_bytes=size)
         self.prepare()
         return {"transport": "local"}
 
@@ -50,16 +47,12 @@ class CopyBlocks(Local):
     """copy_blocks inside one blocks cache: even blocks to odd ones."""
 
     ops = (Op.COPY,)
-
-    @classmethod
-    def footprint(cls, workload: BenchWorkload) -> int:
-        return workload.tensor_bytes * workload.tensors
+    sets = 1
 
     def prepare(self) -> None:
-        self._cache, self.source_views = make_blocks(self._datadist, self.workload, None)
+        self._cache, self.source_views = make_cache(self._datadist, self.workload)
         self.destination_views = self.source_views
-        pairs = zip(self.workload.src_blocks.tolist(), self.workload.dst_blocks.tolist(), strict=True)
-        self._info = {src: [dst] for src, dst in pairs}
+        self._info = {src: [dst] for src, dst in self.workload.pairs}
 
     def transfer(self) -> None:
         self._datadist.cache_manager.copy_blocks(self._cache, self._info)
@@ -72,23 +65,14 @@ class CopyCache(Local):
     caches = 2
 
     def prepare(self) -> None:
-        self._src, self.source_views = self._make()
-        self._dst, self.destination_views = self._make()
-        self._pairs = list(zip(self.workload.dst_blocks.tolist(), self.workload.src_blocks.tolist(), strict=True))
+        self._src, self.source_views = make_cache(self._datadist, self.workload, paged=False)
+        self._dst, self.destination_views = make_cache(self._datadist, self.workload, paged=False)
+        self._pairs = self.workload.pairs
 
     def transfer(self) -> None:
         copy, src, dst = self._datadist.cache_manager.copy_cache, self._src, self._dst
-        for dst_row, src_row in self._pairs:
+        for src_row, dst_row in self._pairs:
             copy(dst, src, dst_row, src_row)
-
-    def _make(self) -> tuple[Cache, list[Bytes]]:
-        work, manager = self.workload, self._datadist.cache_manager
-        desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
-        if work.memory is BenchMemory.POOL:
-            cache = manager.allocate_cache(desc)
-            return cache, tensor_views(cache)
-        tensors = private_tensors(work)
-        return manager.register_cache(desc, [each.ctypes.data for each in tensors]), tensors
 
 
 class SwapBlocks(Local):
@@ -97,12 +81,11 @@ class SwapBlocks(Local):
     ops = (Op.SWAP,)
 
     def prepare(self) -> None:
-        work = self.workload
-        self._device, self.source_views = make_blocks(self._datadist, work, None)
-        self.destination_views = private_tensors(work)
-        desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8, Placement.HOST)
-        self._host = Cache.create_cpu_cache(desc, [each.ctypes.data for each in self.destination_views])
-        self._pairs = dict(zip(work.src_blocks.tolist(), work.dst_blocks.tolist(), strict=True))
+        self._device, self.source_views = make_cache(self._datadist, self.workload)
+        self.destination_views = private_tensors(self.workload)
+        bases = [each.ctypes.data for each in self.destination_views]
+        self._host = Cache.create_cpu_cache(desc_of(self.workload, placement=Placement.HOST), bases)
+        self._pairs = dict(self.workload.pairs)
 
     def transfer(self) -> None:
         self._datadist.cache_manager.swap_blocks(self._device, self._host, self._pairs)
@@ -119,9 +102,7 @@ class Planning(Contender):
         return _ORDERS * workload.blocks * _PLAN_BYTES
 
     def start(self) -> Facts:
-        work = self.workload
-        desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
-        self._geometry = Geometry.of(desc, CacheKind.BLOCKS)
+        self._geometry = Geometry.of(desc_of(self.workload), CacheKind.BLOCKS)
         self._layers = LayerSelection(None, None, 2)
         self._orders = [self._order(number) for number in range(_ORDERS)]
         return {"transport": "local"}
@@ -152,14 +133,10 @@ class Allocating(Local):
 
     ops = (Op.ALLOC,)
     pool_only = "registered memory is not allocated"
-
-    @classmethod
-    def footprint(cls, workload: BenchWorkload) -> int:
-        return workload.tensor_bytes * workload.tensors
+    sets = 1
 
     def prepare(self) -> None:
-        work = self.workload
-        self._desc = CacheDesc(work.tensors, [work.rows, work.block_bytes], DataType.DT_UINT8)
+        self._desc = desc_of(self.workload)
 
     def transfer_one(self, index: int) -> None:
         manager = self._datadist.cache_manager

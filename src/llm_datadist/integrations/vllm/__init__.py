@@ -1,8 +1,5 @@
 """The connector for vLLM: a decode engine pulls a prefill engine's KV cache under a grant. See docs/vllm.md.
 
-    --kv-transfer-config '{"kv_connector": "LLMDataDistConnector", "kv_role": "kv_producer",
-                           "kv_connector_module_path": "llm_datadist.integrations.vllm"}'
-
 `connector.py` is vLLM's entry; its halves are `scheduler.py` and `worker.py`.
 """
 

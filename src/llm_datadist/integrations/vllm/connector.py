@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from llm_datadist.integrations.vllm.offers import Orders
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-__all__ = ["LLMDataDistConnector"]
 
 
 class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
@@ -88,7 +85,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Return the context that allocates the KV cache from the pool."""
-        return self._worker.placement
+        return self._worker.allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
@@ -97,9 +94,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.endpoint()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        self._worker.obey(orders, idle=forward_context.attn_metadata is None)
+        self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are parked until all of their KV is there."""
@@ -117,7 +112,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_claimed()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._worker or self._scheduler).take_stats()
+        return (self._worker or self._scheduler).stats.take()
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -127,7 +122,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return Stats(data) if data is not None else Stats()
+        return Stats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:

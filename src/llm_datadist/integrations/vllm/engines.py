@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.grant import Grant
 
-__all__ = ["ClaimedOffer", "Engines"]
-
 logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64
@@ -77,12 +75,9 @@ class ClaimedOffer:
 
 
 class Engines:
-    """Links to prefill engines and claims their grants.
+    """Links to prefill engines, from address ``host`` of this rank, each in ``link_ms``; claims of their grants.
 
-    Args:
-        datadist: Instance of the links; finalized before :meth:`stop`.
-        host: Address of this rank.
-        link_ms: Milliseconds for one link.
+    Their ``datadist`` is finalized before :meth:`stop`.
     """
 
     def __init__(self, datadist: LLMDataDist, host: str, link_ms: int) -> None:

@@ -20,33 +20,21 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Layout", "Share", "describe", "rows_of", "shares", "unsupported"]
-
 Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Properties that must agree before one engine reads another's memory.
-
-    Attributes:
-        block_tokens: Tokens of one block.
-        pages: Consecutive parts of a block; each holds all heads of this rank.
-        heads: KV heads of this rank; 1 if a page cannot be divided.
-        row_bytes: Bytes of one head of one page.
-        places: For each tensor the names of its layers.
-        ranks: Tensor-parallel ranks of the engine.
-        divisible: True if a page can be divided by heads.
-    """
+    """Properties that must agree before one engine reads another's memory."""
 
     model: str
     dtype: str
-    block_tokens: Small
-    pages: Small
-    heads: Small
-    row_bytes: Small
-    places: Annotated[list[list[str]], msgspec.Meta(min_length=1)]
-    ranks: Small
-    divisible: bool
+    block_tokens: Small  # of one block
+    pages: Small  # consecutive parts of a block; each holds all heads of this rank
+    heads: Small  # KV heads of this rank; 1 if a page cannot be divided
+    row_bytes: Small  # of one head of one page
+    places: Annotated[list[list[str]], msgspec.Meta(min_length=1)]  # for each tensor the names of its layers
+    ranks: Small  # tensor-parallel ranks of the engine
+    divisible: bool  # a page can be divided by heads
 
     @property
     def rows(self) -> int:
@@ -110,13 +98,8 @@ def describe(
 ) -> tuple[Layout, list[int]]:
     """Return the layout of a rank's KV cache, and the address of each place.
 
-    Args:
-        views: By name of the layer, shape (pages, heads, tokens, bytes of K and V).
-        num_blocks: Blocks of the cache.
-        ranks: Tensor-parallel size.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: this connector cannot name the memory.
+    A layer's view has the shape (pages, heads, tokens, bytes of K and V). Raises :func:`unsupported` for memory that
+    this connector cannot name.
     """
     places: dict[int, list[str]] = {}
     for name, view in sorted(views.items()):

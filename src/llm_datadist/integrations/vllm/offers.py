@@ -7,10 +7,9 @@ twice or too late names no grant.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,20 +22,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.layout import Layout  # noqa: TC001 (msgspec evaluates annotations)
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from llm_datadist.integrations.references import ReferenceKeys
-
-__all__ = [
-    "ClaimedRequests",
-    "EndpointMetadata",
-    "KvOffer",
-    "Orders",
-    "RankEndpoint",
-    "Targets",
-    "asked_of",
-    "prompt_digest",
-]
 
 FIELD: Final = "datadist"
 
@@ -87,48 +73,22 @@ class KvOffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 _decode: Final = msgspec.msgpack.Decoder(KvOffer).decode
 
 
-def asked_of(request: Request) -> dict[str, Any]:
-    """Return a request's ``kv_transfer_params``; empty if a client sent no object."""
-    params = request.kv_transfer_params
-    return params if isinstance(params, dict) else {}
+@dataclass
+class Orders(KVConnectorMetadata):
+    """The scheduler's orders to its workers for one step, by request. vLLM logs failed steps: tokens are not shown."""
 
-
-def prompt_digest(request: Request) -> bytes | None:
-    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return None
-    lora = request.lora_request.lora_name if request.lora_request is not None else None
-    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
-    try:
-        return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
-    except (UnicodeEncodeError, TypeError, OverflowError):
-        return None
+    claims: dict[str, tuple[KvOffer, bytes]] = field(default_factory=dict, repr=False)  # verified; their grants' tokens
+    fetches: dict[str, Targets] = field(default_factory=dict)  # claimed requests that now have blocks
+    drops: list[str] = field(default_factory=list)  # claimed requests that need nothing of their offer
+    refused: list[str] = field(default_factory=list)  # with a refused reference, to report as failed
+    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)  # offered: token and blocks
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
-    """The scheduler's orders to its workers for one step.
-
-    Attributes:
-        claims: Verified offers and the tokens of their grants.
-        fetches: Claimed requests that now have blocks.
-        drops: Claimed requests that need nothing of their offer.
-        refused: Requests with a refused reference, to report as failed.
-        grants: Offered requests: token and blocks.
-    """
-
-    claims: dict[str, tuple[KvOffer, bytes]] = field(default_factory=dict, repr=False)  # vLLM logs failed steps
-    fetches: dict[str, Targets] = field(default_factory=dict)
-    drops: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)
-
-
 class ClaimedRequests(KVConnectorWorkerMetadata):
     """Offered requests whose grants a reader has claimed, from a worker to the scheduler."""
 
-    def __init__(self, requests: set[str]) -> None:
-        self.requests = requests
+    requests: set[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
         return ClaimedRequests(self.requests | other.requests)

@@ -15,9 +15,11 @@ Threads: one, vLLM's.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
@@ -25,16 +27,7 @@ from vllm.v1.request import RequestStatus
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
 from llm_datadist.integrations.vllm.layout import unsupported
-from llm_datadist.integrations.vllm.offers import (
-    FIELD,
-    ClaimedRequests,
-    EndpointMetadata,
-    KvOffer,
-    Orders,
-    Targets,
-    asked_of,
-    prompt_digest,
-)
+from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
 from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
@@ -50,8 +43,6 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.layout import Layout
     from llm_datadist.integrations.vllm.offers import RankEndpoint
 
-__all__ = ["Scheduler", "init_options"]
-
 logger = init_logger("vllm.datadist.scheduler")
 
 
@@ -65,13 +56,11 @@ class Scheduler:
     """The connector's half in the scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
         self._config = vllm_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._cache_config = kv_cache_config
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
-        option = transfer.get_from_extra_config
+        option = vllm_config.kv_transfer_config.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._layout: Layout
@@ -80,7 +69,7 @@ class Scheduler:
         self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under an unclaimed grant
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
         self._orders = Orders()
-        self._stats = Stats()
+        self.stats = Stats()
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
@@ -94,13 +83,13 @@ class Scheduler:
         self.ranks = [each.endpoint for each in found]
 
     def on_new_request(self, request: Request) -> None:
-        asked = asked_of(request)
+        asked = _asked_of(request)
         if not asked.get("do_remote_prefill"):
             return
         self._asked[request.request_id] = False
         try:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
-            if offer.prompt != prompt_digest(request):
+            if offer.prompt != _prompt_digest(request):
                 raise ParamError("reference: of another prompt than this request's")
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
@@ -145,9 +134,9 @@ class Scheduler:
             self._drop(request.request_id)
             return False, None
         done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not self.ranks or request.status not in done or not asked_of(request).get("do_remote_decode"):
+        if not self.ranks or request.status not in done or not _asked_of(request).get("do_remote_decode"):
             return False, None
-        prompt = prompt_digest(request)
+        prompt = _prompt_digest(request)
         if prompt is None:
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -177,7 +166,7 @@ class Scheduler:
     def _hold(self, request_id: str, blocks: list[int]) -> bool:
         """Count blocks kept for a reader; return False if they would be too many."""
         if len(self._held) + sum(block not in self._held for block in blocks) > self.max_unclaimed:
-            self._stats.add("refused_offers")
+            self.stats.add("refused_offers")
             return False
         self.unclaimed[request_id] = blocks
         self._held.update(blocks)
@@ -193,13 +182,27 @@ class Scheduler:
                 if not self._held[block]:
                     del self._held[block]
 
-    def take_stats(self) -> Stats | None:
-        found, self._stats = self._stats, Stats()
-        return None if found.is_empty() else found
-
     def take_orders(self) -> Orders:
         orders, self._orders = self._orders, Orders()
         return orders
+
+
+def _asked_of(request: Request) -> dict[str, Any]:
+    """Return a request's ``kv_transfer_params``; empty if a client sent no object."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def _prompt_digest(request: Request) -> bytes | None:
+    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    lora = request.lora_request.lora_name if request.lora_request is not None else None
+    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
+    try:
+        return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
+    except (UnicodeEncodeError, TypeError, OverflowError):
+        return None
 
 
 def _window(kv_cache_config: KVCacheConfig, group: int) -> int | None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-__all__ = ["COUNTERS", "Stats", "StatsMetrics"]
 
 #: Name and meaning of each counter.
 COUNTERS: Final = {
@@ -59,22 +54,24 @@ class Stats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
+    def take(self) -> Stats | None:
+        """Return the numbers since the last call, None if there are none."""
+        if self.is_empty():
+            return None
+        found = Stats(self.data)
+        self.reset()
+        return found
+
 
 class StatsMetrics(KVConnectorPromMetrics):
     """Prometheus counters ``vllm:datadist_<name>_total``."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._counters = {
             name: create_metric_per_engine(
-                self._counter_cls(name=f"vllm:datadist_{name}", documentation=text, labelnames=labelnames),
-                per_engine_labelvalues,
+                self._counter_cls(name=f"vllm:datadist_{name}", documentation=text, labelnames=self._labelnames),
+                self.per_engine_labelvalues,
             )
             for name, text in COUNTERS.items()
         }

@@ -16,6 +16,7 @@ import secrets
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,15 +28,8 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMData
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
-from llm_datadist.integrations.vllm.offers import (
-    ClaimedRequests,
-    EndpointMetadata,
-    KvOffer,
-    Orders,
-    RankEndpoint,
-    Targets,
-)
-from llm_datadist.integrations.vllm.placement import PoolAllocation
+from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, RankEndpoint
+from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.cluster import show_address
@@ -51,13 +45,11 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Share
+    from llm_datadist.integrations.vllm.offers import KvOffer, Orders, Targets
     from llm_datadist.types.grant import Grant
-
-__all__ = ["RankWorker"]
 
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
-_MODEL_ID: Final = 0
 _ENDS: Final = {RELEASED: "released_grants", EXPIRED: "expired_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
@@ -71,7 +63,6 @@ class RankWorker:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
         option = transfer.get_from_extra_config
         self._lease_s = float(option("lease_s", 30))
         self._host = str(option("host", "127.0.0.1"))
@@ -83,7 +74,7 @@ class RankWorker:
         nbytes = max(sizes, default=0)  # vLLM's one allocation
         self.datadist = self._start(option, nbytes)
         #: Puts the cache into the pool; None without one.
-        self.placement = PoolAllocation(self.datadist, nbytes) if nbytes else None
+        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self._given: dict[str, tuple[Grant, float]] = {}  # by offered request; time of renewal, 0 until claimed
@@ -92,7 +83,7 @@ class RankWorker:
         self._idle = False  # this step has no tokens
         self._fetching = 0  # ordered, not reported fetches
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
-        self._stats = Stats()
+        self.stats = Stats()
 
     def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
         config = LLMConfig()
@@ -100,9 +91,8 @@ class RankWorker:
         config.enable_cache_manager = True
         config.sync_kv_timeout = int(option("timeout_ms", 10_000))
         if pool_bytes:
-            page = 1 << _PAGE_SHIFT
-            size = -(-pool_bytes // page) * page
-            config.mem_pool_cfg = json.dumps({"memory_size": size, "page_shift": _PAGE_SHIFT})
+            pages = -(-pool_bytes >> _PAGE_SHIFT)
+            config.mem_pool_cfg = json.dumps({"memory_size": pages << _PAGE_SHIFT, "page_shift": _PAGE_SHIFT})
         if self._producer:
             config.listen_ip_info = show_address((self._host, 0))
         options = config.generate_options() | init_options(self._config)
@@ -128,10 +118,10 @@ class RankWorker:
         )
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
-        key = BlocksCacheKey(self.cluster_id, _MODEL_ID) if self._producer else None
+        key = BlocksCacheKey(self.cluster_id) if self._producer else None
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
-        placed = self.placement is not None and self.placement.cache is not None
-        where = "in a pool that peers of this host map" if placed else "in vLLM's own memory"
+        in_pool = self.allocation is not None and self.allocation.cache is not None
+        where = "in a pool that peers of this host map" if in_pool else "in vLLM's own memory"
         said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
         logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
 
@@ -170,7 +160,7 @@ class RankWorker:
             self._over.add(request)
         else:
             self._given[request] = grant, 0
-            self._stats.add("granted_requests")
+            self.stats.add("granted_requests")
 
     def _shares(self, offer: KvOffer) -> list[Share]:
         """Return this rank's shares; raise LLMException unless the engines fit."""
@@ -211,7 +201,7 @@ class RankWorker:
         for share, grant in zip(claimed.shares, claimed.grants, strict=True):
             there: Any = rows_of(claimed.offer.layout, theirs, share.theirs, share.count)
             here: Any = rows_of(layout, ours, share.ours, share.count)
-            key = BlocksCacheKey(grant.cluster_id, _MODEL_ID)
+            key = BlocksCacheKey(grant.cluster_id)
             self.datadist.cache_manager.pull_blocks(key, self._cache, there, here, grant=grant)
             nbytes += len(here) * layout.row_bytes * len(layout.places)
         return nbytes, len(ours)
@@ -226,34 +216,28 @@ class RankWorker:
             if not grant.active:
                 del self._given[request]
                 sent.add(request)
-                self._stats.add(_ENDS.get(grant.end, "revoked_grants"))
+                self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
             elif now >= renew_at and grant.claimed():
                 self._newly_claimed.add(request)
                 self._given[request] = grant, now + self._lease_s / 3
                 with suppress(LLMException):  # it has just ended
                     grant.renew(self._lease_s)
         wait = self._idle and not sent and bool(self._given or self._fetching)
-        received: set[str] = set()
-        failed: set[str] = set()
+        received: dict[str, dict[str, float]] = {}
         with suppress(Empty):
             while True:
                 request, counted = self._ended.get(wait and not received, _IDLE_STEP_S)
-                received.add(request)
-                if "failed_fetches" in counted:
-                    failed.add(request)
-                for name, number in counted.items():
-                    self._stats.add(name, number)
+                received[request] = counted
+        for name, number in chain.from_iterable(counted.items() for counted in received.values()):
+            self.stats.add(name, number)
         self._fetching -= len(received)
-        return KVConnectorTransferResults(sent, received, failed)
+        failed = {request for request, counted in received.items() if "failed_fetches" in counted}
+        return KVConnectorTransferResults(sent, set(received), failed)
 
     def take_claimed(self) -> ClaimedRequests | None:
         """Return the offered requests claimed since the last call."""
         found, self._newly_claimed = self._newly_claimed, set()
         return ClaimedRequests(found) if found else None
-
-    def take_stats(self) -> Stats | None:
-        found, self._stats = self._stats, Stats()
-        return None if found.is_empty() else found
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""

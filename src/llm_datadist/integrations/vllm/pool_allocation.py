@@ -15,15 +15,11 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache, LLMDataDist
 
-__all__ = ["PoolAllocation"]
-
 
 class PoolAllocation(TorchFunctionMode):
     """While active, answers one ``torch.zeros`` of ``nbytes`` int8 bytes on the CPU with pool memory.
 
-    Args:
-        datadist: Its pool must have room.
-        nbytes: Bytes that vLLM will ask for.
+    The pool of ``datadist`` must have room for them.
     """
 
     def __init__(self, datadist: LLMDataDist, nbytes: int) -> None:
