@@ -351,15 +351,14 @@ def _bindable(keys: KeyedRows) -> list[tuple[Key, int]]:
 
 
 def _still_used(entry: Entry, pending: tuple[ActiveWrite, ...], deadline: Deadline) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"unregister_cache: after {deadline.budget_ms} ms the memory of cache {entry.cache_id} is still in use by "
+    budget, elapsed = deadline.budget_ms, deadline.elapsed_ms()
+    text = (
+        f"unregister_cache: after {budget} ms the memory of cache {entry.cache_id} is still in use by "
         f"{_users(entry.uses.inside, pending)}; the cache stays registered: try again later (unlinking stops no "
-        "writer, the end of its process does)",
-        phase="drain",
-        budget_ms=deadline.budget_ms,
-        elapsed_ms=deadline.elapsed_ms(),
-        peer=next((each.page.cluster_id for each in pending), None),
+        "writer, the end of its process does)"
     )
+    peer = next((each.page.cluster_id for each in pending), None)
+    return DeadlineExceeded(text, phase="drain", budget_ms=budget, elapsed_ms=elapsed, peer=peer)
 
 
 def _users(calls: int, pending: tuple[ActiveWrite, ...]) -> str:
