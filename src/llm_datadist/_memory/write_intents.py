@@ -139,15 +139,12 @@ class WriteIntents:
         """Return the writes that are not over."""
         with self._lock:
             self._tidy()
-            return tuple(
-                [
-                    each
-                    for each in writes
-                    if each.page in self._pages
-                    and writer_sequence(each.page.address, each.slot) == each.sequence
-                    and not each.page.ended()
-                ]
-            )
+            return tuple(filter(self._lasts, writes))
+
+    def _lasts(self, write: ActiveWrite) -> bool:
+        page = write.page
+        same = page in self._pages and writer_sequence(page.address, write.slot) == write.sequence
+        return same and not page.ended()
 
     def tidy(self) -> None:
         if self._retiring or any(page.retired for page in self._pages):
