@@ -70,7 +70,7 @@ def _forbid_cma(_: World) -> None:
     seccomp.fail("process_vm_readv", errno.EPERM)
 
 
-def test_where_cma_is_refused_private_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd]) -> None:
+def test_where_cma_is_refused_non_pool_memory_goes_over_lanes(strangers: tuple[ChildEnd, ChildEnd]) -> None:
     """Also where it is refused in one direction: the decoder dials, so it makes the lanes that the prompt needs."""
     prompt, decoder = strangers
     linking.start_both(prompt, decoder, "auto", enable_remote_cache_accessible=True)

@@ -340,7 +340,7 @@ def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_pla
 
 # --- registered memory ------------------------------------------------------------------------------------------------
 @RCA
-def test_registered_private_memory_of_another_process_is_refused_with_what_to_do(shm_pair: Pair, rca: bool) -> None:
+def test_registered_non_pool_memory_of_another_process_is_refused_with_what_to_do(shm_pair: Pair, rca: bool) -> None:
     pair = shm_pair
     pair.start(rca=rca)
     ends, names = (pair.decoder, pair.prompt), ["kv", "rows"]
@@ -379,7 +379,7 @@ def apart(request: pytest.FixtureRequest, children: tuple[ChildEnd, ChildEnd]) -
 
 
 @RCA
-def test_private_memory_of_another_process_moves_by_cma(apart: Pair, rca: bool) -> None:
+def test_non_pool_memory_of_another_process_moves_by_cma(apart: Pair, rca: bool) -> None:
     apart.start(rca=rca)
     there = apart.decoder.do(explain, 1)
     if apart.transport == "cma":

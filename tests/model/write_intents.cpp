@@ -128,7 +128,7 @@ struct WriteIntents : rl::test_suite<WriteIntents, 3> {
         if (guard != 0 && !kept(4)) advance(guard);
         for (int slot = 1; slot <= slots; ++slot) {
             // sequence_of (write_intents.hpp): `__atomic_load_n(&page.slot(number).sequence, __ATOMIC_SEQ_CST)`
-            // pending (_memory/write_intents.py): `writer_sequence(each.page.address, each.slot) == each.sequence`
+            // _lasts (_memory/write_intents.py): `_native.writer_sequence(page.address, write.slot) == write.sequence`
             if (found[slot] != 0 && sequences[slot].load(kept(6, owners_order()), $) == found[slot]) continue;
             // apply (_cache/store.py): `self._quarantine.free(allocation, busy)`
             for (int each = 1; each <= guards; ++each)

@@ -172,10 +172,6 @@ class Entry:
         """True if the cache is LIVE or DEFERRED."""
         return self.owner or bool(self.bindings)
 
-    def require_open(self) -> None:
-        if self.closing:
-            raise CacheNotFound(f"cache {self.cache_id} is being unregistered")
-
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``."""
         bindings = tuple(self.bindings.values())  # a copy: another thread may bind a key meanwhile
@@ -343,7 +339,8 @@ class Registry:
         entry = self._entries.get(cache_id)
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
-        entry.require_open()
+        if entry.closing:
+            raise CacheNotFound(f"cache {cache_id} is being unregistered")
         return entry
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
@@ -374,8 +371,7 @@ class Registry:
             binding = self._keys.get(key)
             if binding is None:
                 raise CacheNotFound(f"key {_show_key(key)} is not bound: not published yet, consumed, or removed")
-            binding.entry.require_open()
-            return binding.entry, binding.row, binding
+            return self.lookup(binding.entry.cache_id), binding.row, binding
         entry = self.lookup(cache_id, "cache_id")
         if row >= entry.geometry.rows:
             raise CacheNotFound(f"cache {cache_id} has {entry.geometry.rows} rows, so no row {row}")
@@ -394,10 +390,8 @@ class Registry:
             if pin_id and ((peer, pin_id) in self._pins or (id(peer), pin_id) in self._early_releases):
                 raise ParamError(f"pin {pin_id} of this peer is in use, or was released before")
             if self._pins_of[peer] >= MAX_PINS_PER_PEER:
-                raise LinkError(
-                    f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some",
-                    status_code=LLMStatusCode.LLM_LINK_BUSY,
-                )
+                text = f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some"
+                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
@@ -503,7 +497,6 @@ class Registry:
 
     def check_integrity(self) -> None:
         with self._lock:
-            self._check_bindings()
             self._check_entries()
             self._check_pins()
 
@@ -515,8 +508,7 @@ class Registry:
                 return
             self._unbind(old, effects, invalidate=True)
         every_tensor = (1 << entry.geometry.num_tensors) - 1
-        binding = Binding(key, entry, row, guard, every_tensor)
-        self._keys[key] = entry.bindings[key] = binding
+        self._keys[key] = entry.bindings[key] = Binding(key, entry, row, guard, every_tensor)
         self._transition(entry, Event.BIND, effects)
 
     def _unbind(self, binding: Binding, effects: Effects, *, invalidate: bool) -> None:
@@ -576,13 +568,11 @@ class Registry:
             effects.retire.append(entry.guard)
             effects.free.append(entry)
 
-    def _check_bindings(self) -> None:
+    def _check_entries(self) -> None:
         for key, binding in self._keys.items():
             filed = binding.entry.bindings.get(key) is binding
             require_intact(binding.bound and filed, f"key {key} is not its entry's")
             require_intact(binding.remaining != 0, f"key {key} is bound though every tensor was pulled")
-
-    def _check_entries(self) -> None:
         for cache_id, entry in self._entries.items():
             name, state = entry.life.name, entry.life.state
             require_intact(entry.cache_id == cache_id, f"cache {cache_id} is filed under another id")

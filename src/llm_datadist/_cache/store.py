@@ -56,8 +56,7 @@ class Storage:
     offsets: bytes  # uint64 offset, or non-pool address, per tensor, little-endian
     allocation: Allocation | None  # None for registered memory
     segments: tuple[Segment, ...]  # those that hold tensors; views of them keep the memory mapped
-    #: Unique name, for :attr:`CacheStore.quiesce`.
-    tag: int = field(default_factory=itertools.count(1).__next__)
+    tag: int = field(default_factory=itertools.count(1).__next__)  # unique, for :attr:`CacheStore.quiesce`
 
     @property
     def non_pool(self) -> bool:
@@ -79,16 +78,12 @@ class Pools:
         # DEVICE memory in v1 mode without a pool (interface R12).
         self.direct = None if options.cache_manager or options.mem_pool else DirectMemory("device, no pool", device)
         configured = (Placement.DEVICE, options.mem_pool, device), (Placement.HOST, options.host_mem_pool, host)
+        write, prefault = options.remote_accessible, options.pool_prefault
         try:
             for placement, pool, where in configured:
                 if pool is not None:
-                    self._pools[placement] = create_pool(
-                        placement.name.lower(),
-                        where,
-                        pool,
-                        peers_may_write=options.remote_accessible,
-                        prefault=options.pool_prefault,
-                    )
+                    name = placement.name.lower()
+                    self._pools[placement] = create_pool(name, where, pool, peers_may_write=write, prefault=prefault)
         except BaseException:
             self.close()
             raise
@@ -164,14 +159,8 @@ class CacheStore:
         except BaseException:
             self.pools.close()
             raise
-        self.exports = Exports(
-            incarnation=incarnation,
-            regions=self.pools.exported(),
-            guards=self._guards,
-            writable=options.remote_accessible,
-            writers=self.writers,
-            users=options.same_host_users,
-        )
+        regions, writable, users = self.pools.exported(), options.remote_accessible, options.same_host_users
+        self.exports = Exports(incarnation, regions, self._guards, writable, self.writers, users=users)
 
     @typed_memory_error("allocate")
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
@@ -351,15 +340,14 @@ def _bindable(keys: KeyedRows) -> list[tuple[Key, int]]:
 
 
 def _still_used(entry: Entry, pending: tuple[ActiveWrite, ...], deadline: Deadline) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"unregister_cache: after {deadline.budget_ms} ms the memory of cache {entry.cache_id} is still in use by "
+    budget, elapsed = deadline.budget_ms, deadline.elapsed_ms()
+    text = (
+        f"unregister_cache: after {budget} ms the memory of cache {entry.cache_id} is still in use by "
         f"{_users(entry.uses.inside, pending)}; the cache stays registered: try again later (unlinking stops no "
-        "writer, the end of its process does)",
-        phase="drain",
-        budget_ms=deadline.budget_ms,
-        elapsed_ms=deadline.elapsed_ms(),
-        peer=next((each.page.cluster_id for each in pending), None),
+        "writer, the end of its process does)"
     )
+    peer = next((each.page.cluster_id for each in pending), None)
+    return DeadlineExceeded(text, phase="drain", budget_ms=budget, elapsed_ms=elapsed, peer=peer)
 
 
 def _users(calls: int, pending: tuple[ActiveWrite, ...]) -> str:

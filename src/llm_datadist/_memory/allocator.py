@@ -1,4 +1,4 @@
-"""Allocator of a pool's byte ranges. Arithmetic only: no bytes, no lock."""
+"""Allocator of a pool's byte ranges. Arithmetic only, under the pool's lock: no bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from llm_datadist._checks import require_intact
 
 
 class PageAllocator:
-    """Best-fit allocator of page-aligned ranges of ``[0, capacity)``; freed ranges merge with free neighbours.
-
-    Threads: under the pool's lock.
-    """
+    """Best-fit allocator of page-aligned ranges of ``[0, capacity)``; freed ranges merge with free neighbours."""
 
     def __init__(self, capacity: int, page_shift: int) -> None:
         self.capacity = capacity >> page_shift << page_shift

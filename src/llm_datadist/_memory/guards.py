@@ -86,12 +86,11 @@ class GuardTable:
             self._check_open()
             if count <= self.capacity - len(self._live):
                 return [self._take_slot() for _ in range(count)]
-        raise OutOfMemory(
+        text = (
             f"guard table is full: all {self.capacity} guards are live, or would be after this call; unbind keys or "
-            "free caches",
-            pool=self.segment.name,
-            requested=count * SLOT_BYTES,
+            "free caches"
         )
+        raise OutOfMemory(text, pool=self.segment.name, requested=count * SLOT_BYTES)
 
     def advance(self, slot: int) -> int:
         """Advance a slot, visibly to peers before this returns; return the new generation."""

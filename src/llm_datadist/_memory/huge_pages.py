@@ -57,14 +57,11 @@ def populate(name: str, fd: int, address: int, nbytes: int) -> None:
             if error.errno not in _SHORT:
                 text = f"pool {name!r}: huge pages failed after {start} of {nbytes} bytes: {error}"
                 raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
-            raise OutOfMemory(
+            text = (
                 f"pool {name!r}: no more huge pages after {start} of {nbytes} bytes ({error}); free memory is in "
-                "smaller pieces, or a limit of the cgroup is reached: free some, or leave huge_pages out",
-                pool=name,
-                requested=nbytes,
-                free=start,
-                largest_hole=start,
-            ) from error
+                "smaller pieces, or a limit of the cgroup is reached: free some, or leave huge_pages out"
+            )
+            raise OutOfMemory(text, pool=name, requested=nbytes, free=start, largest_hole=start) from error
 
 
 def _collapse(address: int, nbytes: int) -> None:

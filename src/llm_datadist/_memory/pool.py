@@ -192,15 +192,12 @@ class DirectMemory:
             if wanted <= free:
                 self._taken += wanted
                 return
-        raise OutOfMemory(
+        text = (
             f"memory {self.name}: {wanted} bytes are wanted and {most - free} taken, of the {most} bytes of {source}; "
-            "free caches",
-            pool=self.name,
-            requested=wanted,
-            free=free,
-            largest_hole=free,
-            quarantined=self.statistics().quarantined_bytes,
+            "free caches"
         )
+        held = self.statistics().quarantined_bytes
+        raise OutOfMemory(text, pool=self.name, requested=wanted, free=free, largest_hole=free, quarantined=held)
 
     def free(self, allocation: Allocation) -> None:
         with self._lock:

@@ -16,14 +16,11 @@ if TYPE_CHECKING:
 
 
 class Quarantine:
-    """Freed allocations whose writers have not ended. Their pool counts them as used and quarantined.
-
-    The lock is held across no call to another object.
-    """
+    """Freed allocations whose writers have not ended. Their pool counts them as used and quarantined."""
 
     def __init__(self, writers: WriteIntents) -> None:
         self._writers = writers
-        self._lock = threading.Lock()  # protects the next
+        self._lock = threading.Lock()  # protects the next; held across no call to another object
         self._held: dict[Allocation, tuple[ActiveWrite, ...]] = {}
 
     def free(self, allocation: Allocation, writes: tuple[ActiveWrite, ...]) -> None:

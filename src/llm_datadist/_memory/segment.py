@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: linux/memfd.h, since 6.3; required by vm.memfd_noexec=2.
-_MFD_NOEXEC_SEAL: Final = 0x0008
+_MFD_NOEXEC_SEAL: Final = 0x0008  # linux/memfd.h, since 6.3; required by vm.memfd_noexec=2
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # linux/fcntl.h, since 5.1
 _TMPFS_MAGIC: Final = 0x01021994  # linux/magic.h
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -61,9 +60,8 @@ class Segment:
         """View bytes ``[offset, offset + nbytes)``, by default to the end, as an array; read-only if the segment is."""
         count = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or count < 0 or offset + count > self.nbytes:
-            raise ParamError(
-                f"view of segment {self.name!r}: offset {offset} with nbytes {count} is not inside {self.nbytes} bytes"
-            )
+            what = f"offset {offset} with nbytes {count} is not inside {self.nbytes} bytes"
+            raise ParamError(f"view of segment {self.name!r}: {what}")
         return self._open_memory().array()[offset : offset + count]
 
     def close(self) -> None:

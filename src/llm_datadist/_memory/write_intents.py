@@ -16,18 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from llm_datadist import _native
 from llm_datadist._checks import HERE, require_process
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._native import (
-    WRITER_PAGE_BYTES,
-    WRITER_SLOTS,
-    announce_writer,
-    close_writers,
-    find_writers,
-    readable,
-    retract_writer,
-    writer_sequence,
-)
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ProtocolError
 
@@ -82,7 +73,7 @@ class IntentPage:
 
     def ended(self) -> bool:
         """Return True if the peer's process has ended or is unknown. Under the lock."""
-        return self.segment is not None and (self._pidfd < 0 or readable(self._pidfd))
+        return self.segment is not None and (self._pidfd < 0 or _native.readable(self._pidfd))
 
     def release(self) -> None:
         if self._pidfd >= 0:
@@ -114,7 +105,7 @@ class WriteIntents:
 
     def open(self) -> IntentPage:
         """Return a page for a peer process. LinkError during finalize."""
-        segment = SharedSegment.create("writers", WRITER_PAGE_BYTES, peers_may_write=True)
+        segment = SharedSegment.create("writers", _native.WRITER_PAGE_BYTES, peers_may_write=True)
         try:
             return self._add(IntentPage(self, segment, "a peer"))
         except BaseException:
@@ -132,22 +123,19 @@ class WriteIntents:
         wanted = [2 * guard, 2 * guard + 1][: 1 + readers]  # words of writes, and of reads
         with self._lock:
             self._tidy()
-            found = find_writers(np.array([page.address for page in self._pages], np.uint64), wanted, False)
+            found = _native.find_writers(np.array([page.address for page in self._pages], np.uint64), wanted, False)
             return tuple([ActiveWrite(self._pages[page], slot, sequence) for page, slot, sequence in found])
 
     def pending(self, writes: Iterable[ActiveWrite]) -> tuple[ActiveWrite, ...]:
         """Return the writes that are not over."""
         with self._lock:
             self._tidy()
-            return tuple(
-                [
-                    each
-                    for each in writes
-                    if each.page in self._pages
-                    and writer_sequence(each.page.address, each.slot) == each.sequence
-                    and not each.page.ended()
-                ]
-            )
+            return tuple(filter(self._lasts, writes))
+
+    def _lasts(self, write: ActiveWrite) -> bool:
+        page = write.page
+        same = page in self._pages and _native.writer_sequence(page.address, write.slot) == write.sequence
+        return same and not page.ended()
 
     def tidy(self) -> None:
         if self._retiring or any(page.retired for page in self._pages):
@@ -166,7 +154,7 @@ class WriteIntents:
         with self._lock:
             self._closed = True
             for page in self._pages:
-                close_writers(page.address)
+                _native.close_writers(page.address)
 
     def close(self) -> None:
         """Release pages, even under writers. Idempotent."""
@@ -192,7 +180,7 @@ class WriteIntents:
         if HERE["pid"] != self._owner:  # in a forked child the writers are the parent's
             page.release()
             return
-        close_writers(page.address)
+        _native.close_writers(page.address)
         self._retiring.append(page)
         # A __del__ may interrupt the holder; then the next call tidies.
         if self._lock.acquire(blocking=False):
@@ -209,15 +197,15 @@ class WriteIntents:
             if page not in self._pages:
                 page.release()  # closed already
         for page in [page for page in self._pages if page.retired]:
-            if page.ended() or not find_writers(np.array([page.address], np.uint64), [], True):
+            if page.ended() or not _native.find_writers(np.array([page.address], np.uint64), [], True):
                 self._pages.remove(page)
                 page.release()
 
 
 def _local_page() -> NDArray[np.uint8]:
-    memory = np.zeros(WRITER_PAGE_BYTES + 64, np.uint8)
+    memory = np.zeros(_native.WRITER_PAGE_BYTES + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    return memory[start : start + WRITER_PAGE_BYTES]
+    return memory[start : start + _native.WRITER_PAGE_BYTES]
 
 
 class IntentWriter:
@@ -228,7 +216,7 @@ class IntentWriter:
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
         # A stack, because the owner scans up to the highest slot ever used.
-        self.free = deque(range(WRITER_SLOTS, 0, -1))
+        self.free = deque(range(_native.WRITER_SLOTS, 0, -1))
 
     def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
         """Announce a write, or a read, under guard slot ``guard``. The caller then compares the generation.
@@ -247,7 +235,7 @@ class IntentWriter:
         except IndexError:
             slot = self._wait_for_slot(deadline)
         intent = WriteIntent(self, page, self._address, slot)
-        if not announce_writer(self._address, slot, 2 * guard + reading):
+        if not _native.announce_writer(self._address, slot, 2 * guard + reading):
             intent.end()
             raise LinkError("the owner of the memory has closed the link: nothing may be written", phase="copy")
         return intent
@@ -260,7 +248,7 @@ class IntentWriter:
         while deadline.poll(lambda: bool(self.free)):
             with suppress(IndexError):  # another thread was faster
                 return self.free.pop()
-        raise deadline.error(f"{WRITER_SLOTS} writes to this peer are already active", "copy")
+        raise deadline.error(f"{_native.WRITER_SLOTS} writes to this peer are already active", "copy")
 
 
 class WriteIntent:
@@ -277,7 +265,7 @@ class WriteIntent:
     def end(self) -> None:
         """Tell the owner that the work is over, done or not. Idempotent, without effect in a forked child."""
         if self._page is not None and HERE["pid"] == self._intent_writer.pid:
-            retract_writer(self._address, self._slot)
+            _native.retract_writer(self._address, self._slot)
             self._page = None
             self._intent_writer.free.append(self._slot)
 

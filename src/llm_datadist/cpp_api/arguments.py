@@ -103,11 +103,9 @@ def operand(name: str, cache: structs.Cache) -> int | Operand:
     )
     shape = _geometry(f"{name}.cache_desc", cache.cache_desc)
     addresses = check_uint64_list(f"{name}.tensor_addrs", cache.tensor_addrs)
-    check_rule(
-        len(addresses) == shape.num_tensors,
-        f"{name}.tensor_addrs has {len(addresses)} addresses: one per tensor is needed, and there are "
-        f"{shape.num_tensors}",
-    )
+    found, needed = len(addresses), shape.num_tensors
+    text = f"{name}.tensor_addrs has {found} addresses: one per tensor is needed, and there are {needed}"
+    check_rule(found == needed, text)
     end = max(addresses) + shape.tensor_bytes
     check_rule(end < 2**64, f"{name}.tensor_addrs: {max(addresses)} + {shape.tensor_bytes} is beyond the address space")
     return Operand.of(name, shape, addresses)

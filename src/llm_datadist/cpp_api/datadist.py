@@ -102,10 +102,8 @@ class LlmDataDist:
             life.init_undoable = False
             if life.engine is None:
                 device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
-                check_rule(
-                    device is not None and is_digits(device),
-                    f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)",
-                )
+                text = f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
+                check_rule(device is not None and is_digits(device), text)
                 dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
@@ -404,15 +402,9 @@ class LlmDataDist:
         """
         with _StatusCall(self._state, "CopyKvCache") as call:
             engine = call.engine
-            src, dst, src_row, dst_row, start, nbytes = check(
-                ARGUMENTS,
-                src_cache=src_cache,
-                dst_cache=dst_cache,
-                src_batch_index=src_batch_index,
-                dst_batch_index=dst_batch_index,
-                offset=offset,
-                size=size,
-            )
+            src, dst = check(ARGUMENTS, src_cache=src_cache, dst_cache=dst_cache)
+            src_row, dst_row = check(ARGUMENTS, src_batch_index=src_batch_index, dst_batch_index=dst_batch_index)
+            start, nbytes = check(ARGUMENTS, offset=offset, size=size)
             _require_device(engine, src, "CopyKvCache: src", "copied")
             detail = "%d[%d] -> %d[%d] offset=%d size=%d"
             with engine.meters.span("CopyKvCache", detail, src, src_row, dst, dst_row, start, nbytes) as span:

@@ -72,14 +72,11 @@ class CacheDesc:
         dims = [check_int64(f"shape[{i}]", dim) for i, dim in enumerate(self._shape)]
         self._data_type = check_type("data_type", data_type, DataType)
         self._placement = check_type("placement", placement, Placement)
-        self._batch_dim = check_int("batch_dim_index", batch_dim_index)
+        self._batch_dim = batch = check_int("batch_dim_index", batch_dim_index)
         bounds = f"[0, {len(dims)}) ({dims})"
-        check_rule(0 <= self._batch_dim < len(dims), f"batch_dim_index: {batch_dim_index} is outside {bounds}")
-        self._seq_len_dim_index = check_int32("seq_len_dim_index", seq_len_dim_index)
-        check_rule(
-            -1 <= self._seq_len_dim_index < len(dims),
-            f"seq_len_dim_index: {seq_len_dim_index} is neither -1 nor in {bounds}",
-        )
+        check_rule(0 <= batch < len(dims), f"batch_dim_index: {batch} is outside {bounds}")
+        self._seq_len_dim_index = seq = check_int32("seq_len_dim_index", seq_len_dim_index)
+        check_rule(-1 <= seq < len(dims), f"seq_len_dim_index: {seq} is neither -1 nor in {bounds}")
         if kv_tensor_format is not None:
             check_type("kv_tensor_format", kv_tensor_format, str)
         self._kv_tensor_format = kv_tensor_format
@@ -177,10 +174,8 @@ class Cache:
             cache_desc.placement is Placement.HOST,
             f"cache_desc: placement is {cache_desc.placement}, a CPU cache needs Placement.HOST",
         )
-        check_rule(
-            len(addresses) == cache_desc.num_tensors,
-            f"addrs: {len(addresses)} addresses for num_tensors={cache_desc.num_tensors}, one each is needed",
-        )
+        found, needed = len(addresses), cache_desc.num_tensors
+        check_rule(found == needed, f"addrs: {found} addresses for num_tensors={needed}, one each is needed")
         return Cache(-1, cache_desc, addresses, is_blocks_cache=True)
 
     @property

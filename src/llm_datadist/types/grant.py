@@ -1,7 +1,4 @@
-"""Grant, an owner's permission to pull certain blocks until it ends; contents are not compared.
-
-``_transfer/grants.py`` keeps an owner's grants and ends them.
-"""
+"""Grant, an owner's permission to pull certain blocks until it ends. ``_transfer/grants.py`` keeps an owner's."""
 
 from __future__ import annotations
 

@@ -161,10 +161,8 @@ class TransferWithCacheKeyConfig:
 
         Setters change one range at a time, so the transfer checks.
         """
-        check_rule(
-            len(self.src_layer_range) == len(self.dst_layer_range),
-            f"dst_layer_range: {self.dst_layer_range} and src_layer_range: {self.src_layer_range} differ in length",
-        )
+        src, dst = self.src_layer_range, self.dst_layer_range
+        check_rule(len(src) == len(dst), f"dst_layer_range: {dst} and src_layer_range: {src} differ in length")
 
     def __repr__(self) -> str:
         return (
