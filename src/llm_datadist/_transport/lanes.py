@@ -147,7 +147,7 @@ class LaneGroup:
         self.owner = owner
         self.link: object = None  # opaque here; None until the group begins
         self.token = token  # admits lanes of the peer; empty if this side dials
-        self.grants = ReplyCache()  # memory that the peer may use without asking the owner again
+        self.replies = ReplyCache()  # memory that the peer may use without asking the owner again
         self.secret = b""  # encrypts the lanes, unless empty; set before the peer gets the token
         self.doubted = 0  # newest lane with a write that ended without the owner's answer; lanes count from 1
         self.told = 0, 0  # newest lane when the owner was last told to drop all, and the Ping after that
@@ -405,7 +405,7 @@ class Lanes:
         lane = self.engine.reserve_lane()
         self._groups[lane] = group  # before its first event
         try:
-            self.engine.attach_lane(lane, sock.socket.detach(), group.grants, sock.keys)
+            self.engine.attach_lane(lane, sock.socket.detach(), group.replies, sock.keys)
         except BaseException:  # there is no libcrypto
             self._groups.pop(lane, None)
             raise
@@ -451,7 +451,7 @@ class Lanes:
             handle, plan, reply = answer(self.owner, group.link, event.meta, write=write)
             tensors, guards, tag = reply.tensors, reply.guards, reply.tag
             if reply.cacheable:
-                group.grants.keep(handle, write, tensors.native, guards, tag, tensors.mapped)
+                group.replies.keep(handle, write, tensors.native, guards, tag, tensors.mapped)
             self.engine.reply(event.lane, event.id, plan, tensors, guards, tag, write=write)
         except LLMException as error:
             self.engine.refuse(event.lane, event.id, *status_of(error))
