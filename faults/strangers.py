@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -19,9 +19,9 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import PeerSecrets, Transcript, new_share
 from llm_datadist._links.tls_session import TlsSession
+from llm_datadist._links.versions import FEATURES, VERSIONS
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._transport.address import PROTOCOL_VERSION
 from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
 from llm_datadist._transport.samehost import exchange_memory
 from llm_datadist._transport.shm import COOKIE_BYTES
@@ -44,8 +44,15 @@ def welcome_of(cluster_id: int, incarnation: bytes, cookie: bytes, /, **changes:
 
 
 def _greeting(cluster_id: int, incarnation: bytes, offers: dict[str, bytes]) -> dict[str, Any]:
-    who = {"version": PROTOCOL_VERSION, "cluster_id": cluster_id, "incarnation": incarnation, "offers": offers}
-    where = {"pid": os.getpid(), "host": "stranger", "remote_accessible": False, "transport": None}
+    who = {"cluster_id": cluster_id, "incarnation": incarnation, "offers": offers}
+    where = {
+        "versions": VERSIONS,
+        "features": FEATURES,
+        "pid": os.getpid(),
+        "host": "stranger",
+        "remote_accessible": False,
+        "transport": None,
+    }
     return who | where | {"nonce": bytes(16), "share": b""}
 
 
@@ -127,6 +134,7 @@ class Stranger:
         self.cluster_id = cluster_id
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.sock = socket.create_connection(("127.0.0.1", port), _SECONDS)
+        self._met: list[wire.Greeting] = []  # its Hello, the Welcome
         self._parser = FrameParser()
         self.lanes: list[socket.socket] = []
         self._guards: GuardTable | None = None
@@ -143,6 +151,7 @@ class Stranger:
                 assert data, f"hung up on while waiting for {kind}"
                 self._parser.feed(self.codec.opened(data))
             message = wire.decode(payload)
+            self._met += [message] if isinstance(message, wire.Welcome) else []
             if isinstance(message, kind):
                 return message
 
@@ -161,7 +170,14 @@ class Stranger:
     def hello(self, **changes: object) -> wire.Hello:
         if self._guards is None:
             self._guards = GuardTable(slots=2)
-        return hello_of(self.cluster_id, self.incarnation, self._guards.cookie, **changes)
+        self._met = [hello_of(self.cluster_id, self.incarnation, self._guards.cookie, **changes)]
+        return cast("wire.Hello", self._met[0])
+
+    def choose(self, transport: str, sequence: int, **changes: Any) -> None:
+        """Say which transport, with the digest of the greetings as they were."""
+        agreed = Transcript.of(*self._met).digest()
+        chosen = wire.TransportChoice(transport, "a stranger's reason", sequence, agreed)
+        self.say(msgspec.structs.replace(chosen, **changes))
 
     def link(self, sequence: int = 1, over: str = "shm", choice: dict[str, Any] | None = None, **hello: Any) -> None:
         """Become linked, properly but for the changes of its choice and its Hello; over tcp with two ``lanes``."""
@@ -178,11 +194,10 @@ class Stranger:
             assert self._guards is not None
             exports = Exports(self.incarnation, {}, self._guards, writable=said.remote_accessible)
             exchange_memory(rendezvous_of(welcome), said.token, exports, deadline).close()
-        transcript = Transcript(said.incarnation, welcome.incarnation, said.nonce, welcome.nonce)
+        transcript = Transcript.of(said, welcome)
         proof = self.known.prove(welcome.incarnation, b"initiator", transcript)
         share = b"" if proof else new_share()
-        chosen = wire.TransportChoice(over, "a stranger's reason", sequence, proof=proof, share=share)
-        self.say(msgspec.structs.replace(chosen, **(choice or {})))
+        self.choose(over, sequence, **{"proof": proof, "share": share} | (choice or {}))
         linked = self.hear(wire.Linked)
         if share and linked.share:
             self.known.agree(welcome.incarnation, share, linked.share, transcript)

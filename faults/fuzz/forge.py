@@ -21,7 +21,7 @@ from msgspec.inspect import BoolType, BytesType, IntType, StrType, UnionType, ty
 from llm_datadist._links import messages
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
 from llm_datadist._links.tls_session import TlsSession
-from llm_datadist._transport.address import PROTOCOL_VERSION
+from llm_datadist._links.versions import FEATURES, VERSIONS
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
@@ -206,7 +206,8 @@ def _offers(rng: random.Random) -> dict[str, bytes]:
 
 #: How a field is made whose type does not say enough, by its name, or by that of its message too.
 FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
-    "version": _one_of(PROTOCOL_VERSION),
+    "versions": _one_of(VERSIONS, VERSIONS, VERSIONS, (VERSIONS[0], VERSIONS[1] + 1), (0, 1), (2**32 - 1, 0)),
+    "features": _one_of(FEATURES, FEATURES, [], [*FEATURES, "unknown"], ["x" * 64] * 64),
     "cluster_id": _member,
     "welcome.cluster_id": _one_of(1),
     "transport": _one_of(None, None, "shm", "rdma"),

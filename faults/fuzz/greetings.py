@@ -32,6 +32,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import Dial
+from llm_datadist._links.identity import Transcript
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES, TlsSession
 from llm_datadist._native import readable
 from llm_datadist._transport import instances
@@ -375,7 +376,10 @@ class Nonsense:
         hello = peer.hear_hello(sock)
         instances.accept(hello.token, self._exports)  # it is in this process, so that a welcome can come to something
         choice = self._forge.rng.random()
-        first = [wire.frame(self._welcome), wire.frame(wire.Linked(7, b""))][: 2 if choice < 0.1 else int(choice < 0.3)]
+        agreed = Transcript.of(hello, self._welcome).digest() if choice < 0.05 else bytes(16)
+        first = [wire.frame(self._welcome), wire.frame(wire.Linked(7, agreed))][
+            : 2 if choice < 0.1 else int(choice < 0.3)
+        ]
         sock.sendall(peer.lie(first))
         sock.shutdown(socket.SHUT_WR)
         peer.heard(drain(sock))

@@ -25,6 +25,7 @@ from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.messages import FRAME_HEADER, Located, Message, Resolve, Resolved, decode
 from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.tls_session import TlsSession
+from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken
 from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
@@ -125,7 +126,8 @@ def join(
                 renewal = Renewal(believed.session, lambda _: None, b"secret", dialled=False)
             connection = meeting.open()
             origin = LinkOrigin(False, 0, sequence)
-            link = Link(peer, connection, meeting.choice, origin, renewal)
+            spoken = Spoken(VERSIONS[1], frozenset(FEATURES))
+            link = Link(peer, connection, meeting.choice, origin, spoken, renewal)
             engine.links.install(NewLink(link, sock, b"", tls=tls))
         return engine.links.get(_STRANGER)
 

@@ -151,6 +151,7 @@ class LinkStatistics:
         authenticated_at: Last authentication, seconds since the epoch (``llm.MaxLinkAge``), or None.
         progress_seconds: CPU seconds of UCX's threads for this link; 0 unless the transport is nixl.
         peer_incarnation: The peer's :attr:`LLMDataDist.incarnation`.
+        protocol: Version of the wire that both sides speak.
     """
 
     remote_cluster_id: int
@@ -168,6 +169,7 @@ class LinkStatistics:
     authenticated_at: float | None = None
     progress_seconds: float = 0.0
     peer_incarnation: str = ""
+    protocol: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import PeerSecrets
-from llm_datadist._transport.address import PROTOCOL_VERSION
+from llm_datadist._links.versions import VERSIONS
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.ends import Call
 from tests.support.kinds import LocalEnd
@@ -53,8 +53,8 @@ HUNG_UP_ON: Final[dict[str, tuple[bool, bytes]]] = {
     "no message": (False, wire.CONTROL_PREAMBLE + struct.pack(">I", 3) + b"abc"),
     "another message": (False, wire.CONTROL_PREAMBLE + wire.frame(wire.Beat(1))),
     "a resolve": (False, wire.CONTROL_PREAMBLE + wire.frame(wire.Resolve(1, False, None, 1, 0, 1000))),
-    "linked: Linked": (True, wire.frame(wire.Linked(1))),
-    "linked: TransportChoice": (True, wire.frame(wire.TransportChoice("shm", "", 1))),
+    "linked: Linked": (True, wire.frame(wire.Linked(1, bytes(16)))),
+    "linked: TransportChoice": (True, wire.frame(wire.TransportChoice("shm", "", 1, bytes(16)))),
     "linked: Refused": (True, wire.frame(wire.Refused(0, ""))),
     "linked: an oversized frame": (True, OVERSIZED),
     "linked: no message": (True, struct.pack(">I", 1) + b"\xc1"),
@@ -62,16 +62,16 @@ HUNG_UP_ON: Final[dict[str, tuple[bool, bytes]]] = {
 }
 COMMUNICATOR = wire.CommunicatorId("n", [(1, 0), (2, 1)], b"d" * 16, b"t" * 16)
 #: Changes of the Hello, what is said to the Welcome (None: there is none), and the refusal.
-REFUSALS: Final[dict[str, tuple[dict[str, Any], wire.Message | type[wire.Welcome] | None, Code, str]]] = {
-    "another version": ({"version": 99}, None, Code.LLM_LINK_FAILED, "version differs: 99"),
+REFUSALS: Final[dict[str, tuple[dict[str, Any], str | type[wire.Welcome] | None, Code, str]]] = {
+    "another version": ({"versions": (99, 100)}, None, Code.LLM_LINK_FAILED, "no common protocol version: 99 to 100"),
     "another cluster wanted": ({"wanted": 77}, None, Code.LLM_LINK_FAILED, "remote_cluster_id=77"),
     "another rca flag": ({"remote_accessible": True}, None, Code.LLM_PARAM_INVALID, "EnableRemoteCacheAccessible"),
     "the id of a linked cluster": ({"cluster_id": 2}, None, Code.LLM_ALREADY_LINK, "another cluster id"),
     "a communicator": ({"communicator": COMMUNICATOR}, None, Code.LLM_NOT_YET_LINK, ""),
     "an echo of the Welcome": ({}, wire.Welcome, Code.LLM_FAILED, "expected TransportChoice"),
-    "shm, not at the rendezvous": ({}, wire.TransportChoice("shm", "because", 1), Code.LLM_LINK_FAILED, ""),
-    "inproc, in another process": ({}, wire.TransportChoice("inproc", "because", 1), Code.LLM_LINK_FAILED, ""),
-    "no transport": ({}, wire.TransportChoice("x\ny", "because", 1), Code.LLM_LINK_FAILED, ""),
+    "shm, not at the rendezvous": ({}, "shm", Code.LLM_LINK_FAILED, ""),
+    "inproc, in another process": ({}, "inproc", Code.LLM_LINK_FAILED, ""),
+    "no transport": ({}, "x\ny", Code.LLM_LINK_FAILED, ""),
 }
 #: How many strangers stop in a handshake, how much of it the first and the last of them say, and whether they are more
 #: than are greeted at once.
@@ -151,7 +151,7 @@ def test_a_stranger_that_may_not_link_is_told_why_and_hung_up_on(linked: Pair, n
         stranger.say(wire.CONTROL_PREAMBLE, stranger.hello(**changes))
         if then is not None:
             welcome = stranger.hear(wire.Welcome)
-            stranger.say(then if isinstance(then, wire.Message) else welcome)
+            stranger.choose(then, 1) if isinstance(then, str) else stranger.say(welcome)
         refused = stranger.hear(wire.Refused)
         assert refused.code == code
         assert text in refused.text
@@ -192,7 +192,7 @@ def test_a_stranger_in_a_handshake_reserves_neither_its_token_nor_a_cluster_id(l
         second.say(wire.CONTROL_PREAMBLE, second.hello(token=token))
         assert "token" in second.hear(wire.Refused).text  # two may not be expected with one token
         linked.link()
-        first.say(wire.TransportChoice("shm", "too late", 1))
+        first.choose("shm", 1)
         first.hear(wire.Refused)
 
 
@@ -368,7 +368,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
     "refuses, with a code": (says(wire.frame(wire.Refused(int(INVALID), "no\nsuch\nthing"))), INVALID),
     "refuses, with no code of ours": (says(wire.frame(wire.Refused(123, "x"))), Code.LLM_FAILED),
     "an echo of our own greeting": (echoes, FAILED),
-    "another version": (welcomes(version=PROTOCOL_VERSION + 1), FAILED),
+    "another version": (welcomes(versions=(VERSIONS[1] + 1, VERSIONS[1] + 2)), FAILED),
     "another cluster": (welcomes(cluster_id=2**64 - 1), FAILED),
     "another rca flag": (welcomes(remote_accessible=True), INVALID),
     "an unknown transport": (welcomes(transport="rdma"), FAILED),
@@ -379,7 +379,7 @@ LISTENERS: Final[dict[str, tuple[Behaviour, LLMStatusCode]]] = {
 
 #: What the log says of some of them, which would fail later anyhow.
 REASONS: Final = {
-    "another version": f"version differs: {PROTOCOL_VERSION + 1} ",
+    "another version": f"no common protocol version: {VERSIONS[1] + 1} to {VERSIONS[1] + 2} at cluster",
     "another cluster": "remote_cluster_id=1, but cluster 18446744073709551615 answered",
 }
 

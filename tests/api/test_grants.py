@@ -185,9 +185,11 @@ def test_grants_are_small_values_that_only_their_process_may_end_and_bad_ones_ar
             getattr(copy, str(verb))(*args)  # a property is refused when it is read
     with pytest.raises(StateError, match="was not claimed here"):
         copy.release()
-    for broken in (b"", b"\xc0", data + b"x", b"\x90"):
+    for broken in (b"", b"\x01", b"\x01\xc0", data + b"x", b"\x01\x90"):
         with pytest.raises(ParamError, match="not a grant"):
             Grant.from_bytes(broken)
+    with pytest.raises(ParamError, match="a grant of version 2; this release reads version 1"):
+        Grant.from_bytes(b"\x02" + data[1:])
     prompt.do(make, "rows", Spec(), 3)
     before = prompt.do(picture)
     for blocks, ttl, kind, text in (

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,12 +77,12 @@ def test_attack_poc5_a_stranger_with_a_peers_incarnation_does_not_replace_its_li
         stranger.say(wire.CONTROL_PREAMBLE, stranger.hello())
         welcome = stranger.hear(wire.Welcome)
         if proof is None:
-            choice = wire.TransportChoice(transport, "evil", 1, present=True, proof=bytes(32), share=b"")
+            choice: dict[str, Any] = {"sequence": 1, "present": True, "proof": bytes(32)}
         else:
             for lane in dial_lanes(("127.0.0.1", pair.prompt.port), lane_token_of(welcome), 2, Deadline(5_000)):
                 lane.socket.close()
-            choice = wire.TransportChoice(transport, "evil", 1 << 40, present=False, proof=proof, share=bytes(32))
-        stranger.say(choice)
+            choice = {"sequence": 1 << 40, "proof": proof, "share": bytes(32)}
+        stranger.choose(transport, **choice)
         refused = stranger.hear(wire.Refused)
         assert refused.code == LLMStatusCode.LLM_LINK_BUSY
         assert proof is None or "cannot prove" in refused.text
@@ -112,7 +113,7 @@ class _Visitor(Stranger):
             address = self.sock.getpeername()[:2]
             dialled = dial_lanes(address, lane_token_of(answer), MAX_LANES, Deadline(10_000))
             self.lanes = [lane.socket for lane in dialled]
-            self.say(wire.TransportChoice("tcp", "", 1, present=False, proof=b"", share=bytes(32)))
+            self.choose("tcp", 1, share=bytes(32))
             answer = self.hear(wire.Message)
         return answer.text if isinstance(answer, wire.Refused) else ""
 

@@ -27,7 +27,7 @@ from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
-from llm_datadist._transport.address import PROTOCOL_VERSION
+from llm_datadist._transport.address import WIRE_MAJOR
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
 
@@ -191,7 +191,8 @@ def test_all_kinds_are_decoded_and_every_field_up_to_its_limit() -> None:
     id, u64, same = 2**63 - 1, 2**64 - 1, bytes(16)
     communicator = messages.CommunicatorId("x" * 127, [(u64, 2**32 - 1)] * 4, same, same)
     offers = {f"{number:064}": b"x" * messages.MAX_OFFER for number in range(messages.MAX_OFFERS)}
-    greeting = u64, u64, same, True, id, "x" * 4096, "x" * 64, same, b"x" * 32, offers
+    features = [f"{number:064}" for number in range(messages.MAX_FEATURES)]
+    greeting = (2**32 - 1, 2**32 - 1), features, u64, same, True, id, "x" * 4096, "x" * 64, same, b"x" * 32, offers
     for message in (
         messages.Hello(*greeting, u64, True, same, communicator),
         messages.Resolve(id, True, (-id, u64, u64), -id, id, id),
@@ -224,11 +225,11 @@ def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_la
 def test_the_preamble_tells_a_version_and_a_hello_holds_nothing_that_is_not_announced() -> None:
     assert len(messages.CONTROL_PREAMBLE) == messages.PREAMBLE_BYTES == 12
     assert messages.CONTROL_PREAMBLE[:8].isascii()
-    assert int.from_bytes(messages.CONTROL_PREAMBLE[8:10], "big") == PROTOCOL_VERSION
+    assert int.from_bytes(messages.CONTROL_PREAMBLE[8:10], "big") == WIRE_MAJOR
     # Read as a frame header by a peer that expects one, it announces more than a frame may have.
     assert FRAME_HEADER.unpack(messages.CONTROL_PREAMBLE[:4])[0] > FRAME_LIMIT
     assert " ".join(messages.Hello.__struct_fields__) == (
-        "version cluster_id incarnation remote_accessible pid host transport nonce share offers "
+        "versions features cluster_id incarnation remote_accessible pid host transport nonce share offers "
         "wanted reconnects token communicator"
     )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import TRANSITIONS, USABLE, Link, LinkEvent, LinkMachine, LinkOrigin, LinkState, Peer
 from llm_datadist._links.table import LinkTable
+from llm_datadist._links.versions import Spoken
 from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import DataPath
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode, StateError
@@ -30,7 +31,7 @@ class End:
 
     def link(self, peer: Peer, name: str, *, dialled: bool, sequence: int, peer_sequence: int) -> Link:
         origin = LinkOrigin(dialled, sequence, peer_sequence)
-        return Link(peer, Mock(DataPath, connections=()), Choice(name, name, "test"), origin)
+        return Link(peer, Mock(DataPath, connections=()), Choice(name, name, "test"), origin, Spoken(11, frozenset()))
 
     def end(self, link: Link | None) -> None:
         if link is not None:

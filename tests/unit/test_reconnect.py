@@ -12,6 +12,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
+from llm_datadist._links.versions import Spoken
 from llm_datadist._native import readable
 from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import Connection, DataPath, Watch
@@ -29,7 +30,8 @@ def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
     connection = Mock(Connection, watch=lambda: watch)
     path = Mock(DataPath, connections=(connection,))
     origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
-    return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin)
+    spoken = Spoken(11, frozenset())
+    return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin, spoken)
 
 
 class Attempts:

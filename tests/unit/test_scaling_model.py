@@ -21,6 +21,7 @@ from llm_datadist._links import liveness
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Beat, Message, Resolved, decode, frame
+from llm_datadist._links.versions import Spoken
 from llm_datadist._native import steps
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, info, link
@@ -70,7 +71,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[t
         pair: list[Link] = []
         for mine, theirs in enumerate(reversed(numbers)):
             peer = Peer(cluster_id=theirs, incarnation=theirs.to_bytes(16, "big"), pid=1, host="")
-            pair.append(Link(peer, nothing, nothing, LinkOrigin(dialled=mine == 0, sequence=1, peer_sequence=1)))
+            origin = LinkOrigin(dialled=mine == 0, sequence=1, peer_sequence=1)
+            pair.append(Link(peer, nothing, nothing, origin, Spoken(11, frozenset())))
             pair[mine].ready(cast("Any", SimpleNamespace(reason="", send=partial(send, pair, 1 - mine))))
             ends[numbers[mine]].append(pair[mine])
 

@@ -37,9 +37,10 @@ from llm_datadist._links.messages import (
 )
 from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
+from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
 from llm_datadist._log import logger, named
 from llm_datadist._transport import instances
-from llm_datadist._transport.address import PROTOCOL_VERSION, DialledSocket, new_socket, read_exactly, resolve
+from llm_datadist._transport.address import DialledSocket, new_socket, other_build, read_exactly, resolve
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -96,7 +97,8 @@ class Endpoint:
     def greeting(self) -> dict[str, Any]:
         """Return the fields of a new greeting, but for its offers."""
         return {
-            "version": PROTOCOL_VERSION,
+            "versions": VERSIONS,
+            "features": FEATURES,
             "cluster_id": self.cluster_id,
             "incarnation": self.transports.exports.incarnation,
             "remote_accessible": self.remote_accessible,
@@ -107,13 +109,13 @@ class Endpoint:
             "share": b"" if self.credentials is None else new_share(),
         }
 
-    def check_version(self, theirs: Greeting) -> None:
-        if theirs.version != PROTOCOL_VERSION:
-            there = f"{theirs.version} at cluster {theirs.cluster_id}"
-            raise LinkRefused(f"protocol version differs: {there}, {PROTOCOL_VERSION} at cluster {self.cluster_id}")
+    def agree(self, theirs: Greeting) -> Spoken:
+        """Return what the link speaks. Raises LinkRefused."""
+        spoken = agree(self.cluster_id, theirs)
         expected = 0 if self.credentials is None else SHARE_BYTES
         if len(theirs.share) != expected:
             raise LinkRefused(f"a share of {len(theirs.share)} bytes of the secret: {expected} are needed")
+        return spoken
 
     def check_access(self, theirs: Greeting) -> None:
         if theirs.remote_accessible != self.remote_accessible:
@@ -136,6 +138,7 @@ class NewLink:
     link: Link
     sock: socket.socket
     leftover: bytes  # bytes after the handshake
+    agreed: bytes = b""  # digest of the greetings, for the dialer
     share: bytes = b""  # the listener's half of a new secret
     admitted: Callable[[], None] = lambda: None  # called after admission
     tls: TlsSession | None = None  # encrypts all bytes of the socket
@@ -146,6 +149,11 @@ def _expect(kind: type[M], message: Message) -> M:
     if not isinstance(message, kind):
         raise ProtocolError(f"expected {kind.__name__}, the peer sent {type(message).__name__}")
     return message
+
+
+def _check_agreed(message: TransportChoice | Linked, agreed: bytes) -> None:
+    if message.agreed != agreed:
+        raise LinkRefused("the greetings were changed on the way: each side heard other versions or features than sent")
 
 
 def _check_place(theirs: Greeting, here: Exports | None) -> None:
@@ -282,7 +290,7 @@ class Dial(AbstractContextManager["Dial"]):
         self._frames.connect(tune)
         self._frames.introduce(hello)
         self._welcome = welcome = self._frames.receive(Welcome)
-        self._transcript = Transcript(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce)
+        self._transcript = Transcript.of(hello, welcome)
         _hear(meeting, welcome, self._transcript, hello.share + welcome.share)
         proven = endpoint.peer_secrets.is_proven(welcome.incarnation, LISTENER, self._transcript, welcome.proof)
         self._proven = proven or meeting.here is not None
@@ -295,7 +303,7 @@ class Dial(AbstractContextManager["Dial"]):
     def _open(self, welcome: Welcome, wanted: int | None) -> None:
         """Check the peer, then open the data path."""
         endpoint, meeting, frames = self._endpoint, self._meeting, self._frames
-        endpoint.check_version(welcome)
+        self._spoken = endpoint.agree(welcome)
         endpoint.check_identity(frames.tls, welcome)
         _check_place(welcome, meeting.here)
         if self._incarnation not in (None, welcome.incarnation):
@@ -319,8 +327,13 @@ class Dial(AbstractContextManager["Dial"]):
         proof = known.prove(peer, DIALER, self._transcript) if self._proven else b""
         share = b"" if proof else new_share()
         reason = choice.reason[:MAX_REASON]
-        self._frames.put(TransportChoice(choice.name, reason, sequence, present, proof, share, choice.private))
+        agreed = self._transcript.digest()
+        self._frames.put(TransportChoice(choice.name, reason, sequence, agreed, present, proof, share, choice.private))
         linked = self._frames.receive(Linked)
+        try:
+            _check_agreed(linked, agreed)
+        except LinkRefused as error:
+            raise LinkRefused(f"{self._what}: {error}") from None
         if share:
             known.agree(peer, share, linked.share, self._transcript)
         return linked.sequence
@@ -339,7 +352,7 @@ class Dial(AbstractContextManager["Dial"]):
             by_communicator=by_communicator,
         )
         renewal = self._endpoint.renewal(self._welcome, self._meeting.secret, dialled=True)
-        link = Link(self.peer, self._connection, self._meeting.choice, origin, renewal)
+        link = Link(self.peer, self._connection, self._meeting.choice, origin, self._spoken, renewal)
         return NewLink(link, self._frames.socket, self._frames.parser.rest(), tls=self._frames.tls)
 
     def hang_up(self) -> None:
@@ -530,7 +543,7 @@ class Listener:
             take()
             return True
         if preamble not in (CONTROL_PREAMBLE, TLS_PREAMBLE):
-            raise ProtocolError(f"the preamble {preamble!r} is not one of ours")
+            raise ProtocolError(other_build(preamble))
         tune(sock)
         frames = _AsyncFrames(loop, sock, source)
         await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
@@ -573,7 +586,7 @@ class Listener:
 
     async def _meet(self, frames: _AsyncFrames, hello: Hello, meeting: Meeting) -> bool:
         """Do the steps after Hello; return True if the socket has become a link's."""
-        self._check(hello, meeting.here)
+        spoken = self._check(hello, meeting.here)
         await self._host.admit(hello, frames.source, proven=True)  # as claimed; the proof comes with the choice
         transcript, theirs = await self._exchange_offers(frames, hello, meeting)
         known = self._endpoint.peer_secrets
@@ -581,18 +594,18 @@ class Listener:
         if not proven:
             await self._host.admit(hello, frames.source, proven=False)
         if not theirs.present:
-            self._complete(frames, hello, meeting, transcript, theirs)
+            self._complete(frames, hello, meeting, transcript, theirs, spoken)
             return True
         if not proven:
             text = f"cluster {hello.cluster_id} cannot prove that it is the linked process"
             raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
         meeting.close()
-        await frames.send(Linked(self._host.recognise(hello), b""))
+        await frames.send(Linked(self._host.recognise(hello), transcript.digest()))
         return False
 
-    def _check(self, hello: Hello, here: Exports | None) -> None:
+    def _check(self, hello: Hello, here: Exports | None) -> Spoken:
         mine = self._endpoint
-        mine.check_version(hello)
+        spoken = mine.agree(hello)
         _check_place(hello, here)
         if hello.wanted is not None and hello.wanted != mine.cluster_id:
             listener = f"the listener at {show_address(self.address)} is cluster {mine.cluster_id}"
@@ -602,26 +615,34 @@ class Listener:
         elif hello.communicator is not None:
             raise LinkRefused("no communicator is prepared at this port", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         mine.check_access(hello)
+        return spoken
 
     async def _exchange_offers(
         self, frames: _AsyncFrames, hello: Hello, meeting: Meeting
     ) -> tuple[Transcript, TransportChoice]:
         """Send Welcome; receive choice and proof."""
-        greeting = self._endpoint.greeting()
-        transcript = Transcript(hello.incarnation, greeting["incarnation"], hello.nonce, greeting["nonce"])
+        welcome = Welcome(**self._endpoint.greeting(), offers={}, proof=b"")
+        transcript = Transcript.of(hello, welcome)
         meeting.sock, meeting.offered = frames.socket, self._endpoint.offered_to(hello.cluster_id)
-        _hear(meeting, hello, transcript, hello.share + greeting["share"])
+        _hear(meeting, hello, transcript, hello.share + welcome.share)
         proof = self._endpoint.peer_secrets.prove(hello.incarnation, LISTENER, transcript)
-        await frames.send(Welcome(**greeting, offers=meeting.offers(), proof=proof))
+        await frames.send(msgspec.structs.replace(welcome, offers=meeting.offers(), proof=proof))
         choice = await frames.receive(TransportChoice)
         meeting.end_exchange()
+        _check_agreed(choice, transcript.digest())
         if frames.socket not in self._greetings:
             # This side has hung up, and cannot answer.
             raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         return transcript, choice
 
     def _complete(
-        self, frames: _AsyncFrames, hello: Hello, meeting: Meeting, transcript: Transcript, theirs: TransportChoice
+        self,
+        frames: _AsyncFrames,
+        hello: Hello,
+        meeting: Meeting,
+        transcript: Transcript,
+        theirs: TransportChoice,
+        spoken: Spoken,
     ) -> None:
         """Open the data path if both sides chose alike, and install the link."""
         mine = meeting.choose()
@@ -643,10 +664,11 @@ class Listener:
             )
             share = new_share() if theirs.share else b""
             shares = hello.incarnation, theirs.share, share, transcript
-            agree = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
+            admitted = partial(self._endpoint.peer_secrets.agree, *shares) if share else lambda: None
             renewal = self._endpoint.renewal(hello, meeting.secret, dialled=False)
-            link = Link(Peer.of(hello), connection, meeting.choice, origin, renewal)
-            self._host.install(NewLink(link, frames.socket, frames.parser.rest(), share, agree, frames.tls))
+            link = Link(Peer.of(hello), connection, meeting.choice, origin, spoken, renewal)
+            new = NewLink(link, frames.socket, frames.parser.rest(), transcript.digest(), share, admitted, frames.tls)
+            self._host.install(new)
         except BaseException:
             connection.close()
             raise

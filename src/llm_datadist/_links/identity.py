@@ -12,7 +12,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from llm_datadist._links.messages import Greeting
 
 #: Secrets kept; the oldest goes first, as if never met.
 _MAX_SECRETS: Final = 4096
@@ -21,12 +26,21 @@ DIALER, LISTENER = b"initiator", b"target"  # roles in proofs, on the wire
 
 
 class Transcript(NamedTuple):
-    """Incarnations and nonces of a handshake."""
+    """What each side of a handshake has sent and heard; its digest shows that both saw the same."""
 
-    dialer: bytes
+    dialer: bytes  # incarnation
     listener: bytes
     dialer_nonce: bytes
     listener_nonce: bytes
+    languages: bytes  # versions and features of both
+
+    @classmethod
+    def of(cls, hello: Greeting, welcome: Greeting) -> Transcript:
+        languages = msgspec.msgpack.encode([hello.versions, hello.features, welcome.versions, welcome.features])
+        return cls(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce, languages)
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(b"".join(self), digest_size=16).digest()
 
 
 class PeerSecrets:

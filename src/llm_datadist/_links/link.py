@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._links.messages import Consumed, Greeting, Hello, Message, Release
     from llm_datadist._links.renewal import Renewal
+    from llm_datadist._links.versions import Spoken
     from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
 
@@ -194,12 +195,19 @@ class Link:
     """
 
     def __init__(
-        self, peer: Peer, connection: DataPath, choice: Choice, origin: LinkOrigin, renewal: Renewal | None = None
+        self,
+        peer: Peer,
+        connection: DataPath,
+        choice: Choice,
+        origin: LinkOrigin,
+        spoken: Spoken,
+        renewal: Renewal | None = None,
     ) -> None:
         self.peer = peer
         self.connection = connection
         self.choice = choice
         self.origin = origin
+        self.spoken = spoken
         self.renewal = renewal  # of an encrypted link
         self.caches = PeerCacheView()
         self.requests = RequestTable()
@@ -462,6 +470,7 @@ class Link:
             authenticated_at=None if self.renewal is None else self.renewal.at,
             progress_seconds=sum(each.progress_seconds for each in used),
             peer_incarnation=self.peer.incarnation.hex(),
+            protocol=self.spoken.version,
         )
 
     def check_integrity(self) -> None:

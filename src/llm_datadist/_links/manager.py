@@ -328,7 +328,7 @@ class LinkManager:
         old = self._table.admit(new.link)
         new.admitted()
         # Usable before Linked, which is the first message.
-        channel.send_first(messages.Linked(new.link.origin.sequence, new.share))
+        channel.send_first(messages.Linked(new.link.origin.sequence, new.agreed, new.share))
         new.link.ready(channel)
         self._bring_up(new, channel, old)
 

@@ -43,6 +43,8 @@ MAX_READERS: Final = 1024
 MAX_GRANT: Final = FRAME_LIMIT - 64
 #: Characters sent of an error text; :data:`Text` has room for more.
 MAX_REASON: Final = 4000
+#: Of a greeting.
+MAX_FEATURES: Final = 64
 #: Bytes of one offer in a greeting, and number of offers.
 MAX_OFFER: Final = 1 << 13
 MAX_OFFERS: Final = 32
@@ -86,11 +88,14 @@ class CommunicatorId(msgspec.Struct, frozen=True, array_like=True):
 class Greeting(Message, frozen=True):
     """First message of each side; the tag tells the role.
 
-    ``transport`` is that of ``llm.Transport``, if any. ``nonce`` binds proofs to this handshake. ``share`` is half of
-    the link's secret, empty without credentials. ``offers`` are bytes of transports by name, not decoded here.
+    ``versions`` are the oldest and the newest that the side speaks. Unknown ``features`` are ignored, and so are
+    elements that later versions add at the end of :class:`Hello` and :class:`Welcome`. ``transport`` is that of
+    ``llm.Transport``, if any. ``nonce`` binds proofs to this handshake. ``share`` is half of the link's secret, empty
+    without credentials. ``offers`` are bytes of transports by name, not decoded here.
     """
 
-    version: int
+    versions: tuple[U32, U32]
+    features: Annotated[list[Name], msgspec.Meta(max_length=MAX_FEATURES)]
     cluster_id: U64
     incarnation: Identity16
     remote_accessible: bool
@@ -138,12 +143,14 @@ class TransportChoice(Message, frozen=True):
 
     ``private`` is the transport for non-pool memory, None if nothing reaches it. ``sequence`` orders the links of this
     incarnation: an older dial never replaces a newer link. ``present``: the communicator uses an existing link.
-    ``proof`` is the dialer's, after a proof of the listener; otherwise ``share`` is half of a new secret.
+    ``agreed`` is the digest of both greetings, as this side sent and heard them. ``proof`` is the dialer's, after a
+    proof of the listener; otherwise ``share`` is half of a new secret.
     """
 
     transport: Text
     reason: Text
     sequence: Id
+    agreed: Identity16
     present: bool = False
     proof: Maybe32 = b""
     share: Maybe32 = b""
@@ -154,6 +161,7 @@ class Linked(Message, frozen=True):
     """Listener -> dialer, last frame of the handshake: the link is usable here."""
 
     sequence: Id  # the listener's number of the link
+    agreed: Identity16  # as in TransportChoice
     share: Maybe32 = b""  # half of a new secret, if the dialer sent one
 
 

@@ -15,6 +15,7 @@ from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
+from llm_datadist._links.versions import READS_BY_KEY
 from llm_datadist._log import logger
 from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.checksum import Comparison
@@ -290,7 +291,7 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
     """
     known: Resolution | None = link.caches.predicted.get(op.local.geometry)
     key = op.name.key
-    if known is None or key is None or op.push or op.grant is not None:
+    if known is None or key is None or op.push or op.grant is not None or READS_BY_KEY not in link.spoken.features:
         return None
     number = FIRST_NAMED_PIN + next(link.requests.numbers)
     handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)

@@ -20,12 +20,24 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-PROTOCOL_VERSION: Final = 10
+#: In every preamble. It changes only if greetings can no longer be read; links agree on a version (docs/protocol.md).
+WIRE_MAJOR: Final = 11
+_MAGIC: Final = b"ODATDIST"
 
 
 def preamble(purpose: int) -> bytes:
-    """Return the first bytes of a connection to a listener: magic, protocol version, purpose."""
-    return b"ODATDIST" + struct.pack(">HH", PROTOCOL_VERSION, purpose)
+    """Return the first bytes of a connection to a listener: magic, wire major, purpose."""
+    return _MAGIC + struct.pack(">HH", WIRE_MAJOR, purpose)
+
+
+def other_build(preamble: bytes) -> str:
+    """Return what an unknown preamble says of the peer."""
+    if not preamble.startswith(_MAGIC):
+        return f"the preamble {preamble!r} is not one of ours"
+    (major,) = struct.unpack_from(">H", preamble, len(_MAGIC))
+    return (
+        f"the peer's greetings have wire major {major}, this build's {WIRE_MAJOR}: install releases next to each other"
+    )
 
 
 def new_socket(address: tuple[str, int]) -> socket.socket:

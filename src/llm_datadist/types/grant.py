@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 TOKEN_BYTES: Final = 16
+#: First byte of a grant as bytes.
+GRANT_VERSION: Final = 1
 _MAX_BLOCKS: Final = 1 << 20
 #: Reasons of an end that are compared.
 RELEASED: Final = "released by its readers"
@@ -183,8 +185,8 @@ class Grant:
         self._state.reader.release(self)
 
     def to_bytes(self) -> bytes:
-        """Return the grant as bytes, several per block."""
-        return msgspec.msgpack.encode(self._wire)
+        """Return the grant as bytes, several per block; the first is the version of the format."""
+        return bytes([GRANT_VERSION]) + msgspec.msgpack.encode(self._wire)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -192,11 +194,13 @@ class Grant:
 
         Raises:
             TypeError: ``data`` is not bytes.
-            ParamError: ``data`` has no grant.
+            ParamError: ``data`` has no grant, or one of another version of the format.
         """
         check_type("data", data, bytes)
+        if data and data[0] != GRANT_VERSION:
+            raise ParamError(f"data: a grant of version {data[0]}; this release reads version {GRANT_VERSION}")
         try:
-            wire = _decode(data)
+            wire = _decode(memoryview(data)[1:])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ParamError(f"data: {len(data)} bytes that are not a grant: {error}") from error
         return cls(
