@@ -174,7 +174,8 @@ class Entry:
 
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``."""
-        bindings = tuple(self.bindings.values())  # a copy: another thread may bind a key meanwhile
+        # A copy: another thread may bind a key meanwhile. Not tuple(): a garbage collection inside it lets threads run.
+        bindings = list(self.bindings.values())
         return next((b for b in bindings if b.row == row and b.key[0] == Namespace.REQUEST), None)
 
 
