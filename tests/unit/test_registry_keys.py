@@ -101,6 +101,23 @@ def test_a_cache_that_is_being_unregistered_is_not_found_until_it_is_opened_agai
     assert registry.end_use(entry).free == [entry]
 
 
+def test_a_cache_that_can_be_found_again_has_its_newer_guard() -> None:
+    """Look-ups take no lock: one that comes between two statements of reopen() must not see the advanced guard."""
+    found: list[object] = []
+
+    class Watched(Entry):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if not getattr(self, "closing", True):
+                found.append(self.guard)
+
+    entry = Watched(1, geometry(CacheKind.CACHE, 3, 4), "r", "advanced", False, True, rules.Lifecycle("cache 1"))
+    entry.closing = True
+    found.clear()
+    Registry().reopen(entry, "newer")
+    assert found == ["newer"]
+
+
 @pytest.mark.parametrize(
     ("break_it", "seen"),
     [

@@ -311,8 +311,8 @@ class Registry:
     def reopen(self, entry: Entry, guard: object) -> None:
         """Undo :meth:`begin_closing`, under a newer guard."""
         with self._lock:
+            entry.guard = guard  # first, because look-ups take no lock
             entry.closing = False
-            entry.guard = guard
             if entry.reachable:  # else finalize has dropped it
                 entry.uses.open()
 
