@@ -201,7 +201,9 @@ def test_many_threads_free_every_cache_exactly_once() -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collects garbage between instructions only")
 def test_keys_may_go_while_they_are_looked_through_without_the_lock() -> None:
     """CPython 3.11 collects garbage wherever it allocates, and finalizers let other threads run."""
-    policy = AccessPolicy(SimpleNamespace(), SimpleNamespace(of=lambda _: Permissions(models=frozenset({1}))))
+    store: Any = None
+    peers: Any = SimpleNamespace(of=lambda _: Permissions(models=frozenset({1})))
+    policy = AccessPolicy(store, peers)
     link: Any = object.__new__(Link)
     link.peer = SimpleNamespace(cluster_id=2)
     looks: tuple[Callable[[Entry], object], ...] = lambda entry: entry.binding_of_row(59), partial(policy.may_see, link)
