@@ -25,6 +25,23 @@ from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, Param
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+__all__ = [
+    "check_dict",
+    "check_isinstance",
+    "check_layer_range",
+    "check_list_int32",
+    "check_list_int64",
+    "check_list_uint8",
+    "check_list_uint16",
+    "check_list_uint32",
+    "check_list_uint64",
+    "check_positive_or_set_default",
+    "handle_llm_status",
+    "layer_range_to_tensor_indices",
+    "raise_if_false",
+    "raise_if_true",
+]
+
 Types = type | list[type] | tuple[type, ...]
 
 

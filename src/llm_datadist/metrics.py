@@ -10,6 +10,21 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+__all__ = [
+    "DURATION_BOUNDS",
+    "CacheStatistics",
+    "CommunicatorStatistics",
+    "DurationStatistics",
+    "GrantStatistics",
+    "KeyStatistics",
+    "LinkStatistics",
+    "OperationStatistics",
+    "RedialStatistics",
+    "Statistics",
+    "SwapStatistics",
+    "quantile",
+]
+
 DURATION_BOUNDS: Final = tuple((1 << bit) / 1e9 for bit in range(10, 35))
 """Inclusive upper bounds of the duration buckets, in seconds: powers of two from 1.024 µs to 17.2 s."""
 

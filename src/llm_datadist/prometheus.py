@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
     Samples = Sequence[tuple[list[str], float]]
 
+__all__ = ["StatisticsCollector", "register"]
+
 _PREFIX = "llm_datadist_"
 
 #: Metric name, its text, and its field of the statistics.

@@ -21,6 +21,8 @@ from llm_datadist.types.descriptors import memory_of
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["numpy_type", "tensor_views", "torch_views"]
+
 # NumPy has no bfloat16: its bits as uint16. Text has no array type.
 _NUMPY = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
 del _NUMPY[DataType.DT_STRING]

@@ -4,10 +4,12 @@ strangers where members meet; loopback_links (interface §3.5, §6.6, B2.3)."""
 import contextlib
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -422,6 +424,26 @@ def test_without_a_free_port_link_fails_and_nothing_is_left(end: LocalEnd, monke
         for members in ({1: 0, 2: 1}, {0: 0, 1: 1}):
             given = "n", members, ranks.table(host(0), host(0))
             refused([end], [], ParamError, [PORTS_VARIABLE, text], ranks.join, *given)
+
+
+def test_an_exception_in_the_middle_of_link_costs_no_later_link(end: LocalEnd) -> None:
+    """One that no call holds back: of ``PyThreadState_SetAsyncExc``, or for want of memory."""
+
+    def fail_inside(frame: FrameType, event: str, _: object) -> None:
+        if frame.f_back is not None and frame.f_back.f_code.co_qualname == "Communicators._enter":
+            sys.settrace(None)
+            raise MemoryError("inside of what _enter calls")
+
+    end.start("MIX", 2)
+    arguments = (free_name(), {1: 0, 2: 1}, ranks.table(host(0), host(0)))
+    before = sys.gettrace()
+    sys.settrace(fail_inside)
+    try:
+        with pytest.raises(MemoryError):
+            end.do(ranks.join, *arguments)
+    finally:
+        sys.settrace(before)
+    assert end.do(status, end.do(ranks.join, *arguments)) is PREPARING
 
 
 def test_another_communicator_at_the_first_port_is_passed_by(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,8 @@ def test_a_control_connection_that_is_harmed_ends_the_question_in_time_and_the_l
     silent = harm in ("drop", "stall")
     relayed.prompt.do(make, "rows", BIG, 1)
     assert relayed.link() == SUCCESS
-    if not silent:  # what is dialled again after the loss comes to nothing: this is about the link that is harmed
-        relayed.relay.plan("control", "up", Fault("reset"))
+    # What is dialled again after the loss comes to nothing: this is about the link that is harmed.
+    relayed.relay.plan("control", "up", Fault("reset"))
     # The next frame's header is hit, whoever's it is: a beat's or the question's.
     assert relayed.relay.now("control", direction, HARM[harm](0)) == 1
     target = relayed.decoder.do(make, "rows", TARGET, 2)
@@ -150,7 +150,7 @@ def test_a_control_connection_that_is_harmed_ends_the_question_in_time_and_the_l
         assert isinstance(error, PeerLost | NotLinked), error
         assert error.peer == 1
         assert "\n" not in str(error)
-        relayed.relay.forget_plans()
+    relayed.relay.forget_plans()
 
 
 # --- after it: data lanes, whose link stays ---------------------------------------------------------------------------

@@ -3,9 +3,15 @@
 The table of states and events is that of docs/interface.md: tests/test_docs.py.
 """
 
+import gc
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +19,9 @@ from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
 from llm_datadist._cache import registry as rules
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import Binding, CacheState, Entry, Event, Key, Namespace, Registry, key_of
+from llm_datadist._links.link import Link
+from llm_datadist._policy import Permissions
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist.errors import CacheNotFound, KeyInUse, LinkError, ParamError, StateError
 from tests.unit.registry_model import geometry
 
@@ -90,6 +99,23 @@ def test_a_cache_that_is_being_unregistered_is_not_found_until_it_is_opened_agai
     registry.reopen(entry, "late")  # finalize has dropped it meanwhile
     registry.check_integrity()
     assert registry.end_use(entry).free == [entry]
+
+
+def test_a_cache_that_can_be_found_again_has_its_newer_guard() -> None:
+    """Look-ups take no lock: one that comes between two statements of reopen() must not see the advanced guard."""
+    found: list[object] = []
+
+    class Watched(Entry):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if not getattr(self, "closing", True):
+                found.append(self.guard)
+
+    entry = Watched(1, geometry(CacheKind.CACHE, 3, 4), "r", "advanced", False, True, rules.Lifecycle("cache 1"))
+    entry.closing = True
+    found.clear()
+    Registry().reopen(entry, "newer")
+    assert found == ["newer"]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +196,44 @@ def test_many_threads_free_every_cache_exactly_once() -> None:
             assert freed == [f"{number}.{turn}" for turn in range(200)]
     assert registry.snapshot() == ([], [], 0)
     registry.check_integrity()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collects garbage between instructions only")
+def test_keys_may_go_while_they_are_looked_through_without_the_lock() -> None:
+    """CPython 3.11 collects garbage wherever it allocates, and finalizers let other threads run."""
+    store: Any = None
+    peers: Any = SimpleNamespace(of=lambda _: Permissions(models=frozenset({1})))
+    policy = AccessPolicy(store, peers)
+    link: Any = object.__new__(Link)
+    link.peer = SimpleNamespace(cluster_id=2)
+    looks: tuple[Callable[[Entry], object], ...] = lambda entry: entry.binding_of_row(59), partial(policy.may_see, link)
+    for look, threshold in itertools.product(looks, range(1, 12)):  # one of them collects during the copy
+        registry = Registry()
+        keys = [(req(number), number, f"row {number}") for number in range(60)]  # more than a free list's tuple holds
+        entry = registry.add(geometry(CacheKind.CACHE, 60, 4), "a", "a", keys, owned=True)[0]
+        with collecting(threshold, partial(registry.remove_key, req(0))):
+            found = look(entry)
+        assert found in (entry.bindings[req(59)], False)
+
+
+@contextmanager
+def collecting(threshold: int, call: Callable[[], object]) -> Iterator[None]:
+    """Collect garbage after ``threshold`` allocations, and ``call`` then."""
+
+    def collected(phase: str, _: object) -> None:
+        if phase == "start":
+            call()
+
+    before = gc.get_threshold()
+    gc.collect()
+    gc.callbacks.append(collected)
+    gc.set_threshold(threshold)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+        gc.collect()
 
 
 # --- the life of a cache, pair by pair: what the table allows leads where it says, everything else raises its story ---

@@ -174,7 +174,8 @@ class Entry:
 
     def binding_of_row(self, row: int) -> Binding | None:
         """Return the request-key binding of ``row``."""
-        bindings = tuple(self.bindings.values())  # a copy: another thread may bind a key meanwhile
+        # A copy: another thread may bind a key meanwhile. Not tuple(): a garbage collection inside it lets threads run.
+        bindings = list(self.bindings.values())
         return next((b for b in bindings if b.row == row and b.key[0] == Namespace.REQUEST), None)
 
 
@@ -310,8 +311,8 @@ class Registry:
     def reopen(self, entry: Entry, guard: object) -> None:
         """Undo :meth:`begin_closing`, under a newer guard."""
         with self._lock:
+            entry.guard = guard  # first, because look-ups take no lock
             entry.closing = False
-            entry.guard = guard
             if entry.reachable:  # else finalize has dropped it
                 entry.uses.open()
 

@@ -61,8 +61,8 @@ class Communicators:
         self._own = own
         self._lock = threading.Lock()
         self._all: dict[int, Communicator] = {}
-        # Clients may compare ids with statuses.
-        self._ids = (each for each in itertools.count(1) if each not in LLMStatusCode.__members__.values())
+        # Clients may compare ids with statuses. No generator, which an exception inside it would end.
+        self._ids = itertools.filterfalse(set(LLMStatusCode).__contains__, itertools.count(1))
         self._stopped = False
         self._dials: RetryQueue[MemberDial] = RetryQueue("llm-datadist-meet", _DIAL_THREADS, self._attempt)
 

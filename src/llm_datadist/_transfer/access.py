@@ -78,8 +78,8 @@ class AccessPolicy:
     def may_see(self, link: object, entry: Entry) -> bool:
         """Return False if the peer is limited to models without a key in the cache."""
         models = self._of(_cluster(link)).models
-        # A copy, because another thread may bind a key during the iteration.
-        return not isinstance(models, frozenset) or any(key[2] in models for key in tuple(entry.bindings))
+        # A copy as in Entry.binding_of_row.
+        return not isinstance(models, frozenset) or any(key[2] in models for key in list(entry.bindings))
 
     def require_sight(self, link: object, entry: Entry) -> None:
         if not self.may_see(link, entry):
