@@ -1,4 +1,4 @@
-"""Write the golden frames again, if the versions allow it; docs/protocol.md has the rules."""
+"""Write the golden frames again, if the versions allow it; docs/notes/golden-frames.md has the rules."""
 
 import sys
 from pathlib import Path
