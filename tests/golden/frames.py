@@ -58,7 +58,7 @@ def compare(groups: Mapping[str, Group], stored: Stored) -> list[Difference]:
     found = [Difference(name, True, "the group is gone, the file has it") for name in stored if name not in groups]
     for name, group in groups.items():
         there = stored.get(name, {"version": group.version, "frames": {}})
-        found += (Difference(f"{name}: {each}", *why) for each, *why in _differences(group, there))
+        found += (Difference(f"{name}: {each}", no, text) for each, no, text in _differences(group, there))
     return found
 
 

@@ -13,7 +13,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar, Final, cast
+from typing import Any, Final, cast
 from unittest.mock import patch
 
 import msgspec
@@ -41,7 +41,7 @@ from llm_datadist.types import grant as grants
 from llm_datadist.types.grant import Grant
 from tests.golden import values
 from tests.golden.frames import Frame, Group
-from tests.golden.lane_frames import FRAMES, JOINS, REQUEST, dialled, exchange, listened, request_of, written
+from tests.golden.lane_frames import FRAMES, JOINS, REQUEST, Join, dialled, exchange, listened, request_of, written
 from tests.golden.values import some, words
 
 #: Elements of a greeting, with its tag, that every release of this wire major has, in this order.
@@ -158,15 +158,16 @@ def _lanes() -> dict[str, Frame]:
 
             frames[f"lane, {kind}: {name}"] = Frame(value, write, read)
     for kind, join in JOINS.items():
-        frames[f"lane, {kind}: dialer joins"] = Frame(
-            join, lambda value: dialled(value)[0], lambda data, join=join: listened(join, data)[1]
-        )
-        frames[f"lane, {kind}: listener answers"] = Frame(
-            join,
-            lambda value: listened(value, dialled(value)[0])[0],
-            lambda data, join=join: dialled(join, data)[1],
-        )
+        there, back = _joining(join)
+        frames |= {f"lane, {kind}: dialer joins": there, f"lane, {kind}: listener answers": back}
     return frames
+
+
+def _joining(join: Join) -> tuple[Frame, Frame]:
+    return (
+        Frame(join, lambda value: dialled(value)[0], lambda data: listened(join, data)[1]),
+        Frame(join, lambda value: listened(value, dialled(value)[0])[0], lambda data: dialled(join, data)[1]),
+    )
 
 
 def _computed() -> dict[str, Frame]:
@@ -368,8 +369,6 @@ def _keys() -> Iterator[references.ReferenceKeys]:
 
 class _Absent(ModuleType):
     """A module of vLLM, whose every name is an empty class: what is read here uses none."""
-
-    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {"__init__": lambda self, *args: None})

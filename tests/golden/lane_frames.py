@@ -28,7 +28,7 @@ class Requested(NamedTuple):
     handle: bytes
     extent: int
     first: int
-    count: int
+    tensors: int
     runs: list[list[int]]  # offset at the owner, bytes
     nbytes: int
 
@@ -42,12 +42,12 @@ def written(request: Requested, *, write: bool = False) -> bytes:
     """Return the meta of a request; offsets of the initiator's side differ, and are not sent."""
     runs = [(place, 7, size) if write else (7, place, size) for place, size in request.runs]
     firsts = (request.first, 99) if write else (99, request.first)
-    plan = Plan(*firsts, request.count, np.array(runs, np.uint64), False, request.nbytes)
+    plan = Plan(*firsts, request.tensors, np.array(runs, np.uint64), False, request.nbytes)
     return encode_request(request.handle, request.extent, plan, write)
 
 
 REQUEST: Final = Requested(
-    handle=b"a handle", extent=163_840, first=2, count=3, runs=[[4096, 100], [8192, 20]], nbytes=360
+    handle=b"a handle", extent=163_840, first=2, tensors=3, runs=[[4096, 100], [8192, 20]], nbytes=360
 )
 
 

@@ -128,7 +128,8 @@ def mutants(value: msgspec.Struct) -> Iterator[tuple[str, msgspec.Struct]]:
     orders = {f"{b} before {a}": [*names[:i], b, a, *names[i + 2 :]] for i, (a, b) in enumerate(pairwise(names))}
     orders |= {f"no {names[-1]}": [*names[:-1]]} if names else {}
     orders |= {"one more": [*names, "more"]}
-    tags = dict.fromkeys(orders, config.tag) | {"tag": config.tag + ("x" if isinstance(config.tag, str) else 50)}
+    other = f"{config.tag}x" if isinstance(config.tag, str) else 50
+    tags = dict.fromkeys(orders, config.tag) | {"tag": other}
     for what, tag in tags.items():
         fields = orders.get(what, list(names))
         kind = msgspec.defstruct(type(value).__name__, fields, array_like=config.array_like, tag=tag)
