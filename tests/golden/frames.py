@@ -79,7 +79,7 @@ def _differences(group: Group, stored: Mapping[str, Any]) -> Iterator[tuple[str,
         try:
             written = frame.write(frame.value)
         except Exception as error:  # noqa: BLE001 (any error of a changed encoding is a difference)
-            yield name, True, f"{shown(frame.value)} cannot be written: {error!r}"
+            yield name, True, f"it cannot be written: {error!r}"
             continue
         if (entry := stored["frames"].get(name)) is None:
             yield name, False, f"it has no golden frame: give it a feature or a new {constant}, then run `{COMMAND}`"

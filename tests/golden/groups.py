@@ -41,7 +41,18 @@ from llm_datadist.types import grant as grants
 from llm_datadist.types.grant import Grant
 from tests.golden import values
 from tests.golden.frames import Frame, Group
-from tests.golden.lane_frames import FRAMES, JOINS, REQUEST, Join, dialled, exchange, listened, request_of, written
+from tests.golden.lane_frames import (
+    FRAMES,
+    JOINS,
+    REQUEST,
+    Join,
+    dialled,
+    exchange,
+    join_of,
+    listened,
+    request_of,
+    written,
+)
 from tests.golden.values import some, words
 
 #: Elements of a greeting, with its tag, that every release of this wire major has, in this order.
@@ -160,13 +171,14 @@ def _lanes() -> dict[str, Frame]:
     for kind, join in JOINS.items():
         there, back = _joining(join)
         frames |= {f"lane, {kind}: dialer joins": there, f"lane, {kind}: listener answers": back}
+    frames["lane, encrypted: keys"] = Frame(JOINS["encrypted"], lambda value: b"".join(dialled(value)[1] or ()))
     return frames
 
 
 def _joining(join: Join) -> tuple[Frame, Frame]:
     return (
-        Frame(join, lambda value: dialled(value)[0], lambda data: listened(join, data)[1]),
-        Frame(join, lambda value: listened(value, dialled(value)[0])[0], lambda data: dialled(join, data)[1]),
+        Frame(join, lambda value: dialled(value)[0], lambda data: join_of(join, dialer=data)),
+        Frame(join, lambda value: listened(value, dialled(value)[0])[0], lambda data: join_of(join, listener=data)),
     )
 
 

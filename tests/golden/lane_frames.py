@@ -168,32 +168,25 @@ def _received(sock: socket.socket, nbytes: int, *, encrypted: bool) -> bytes:
 
 
 class Join(NamedTuple):
-    """A lane that joins a link: what both sides know, and the keys that they compute."""
+    """What both sides of a lane know when it joins a link."""
 
     token: bytes
     secret: bytes
     dialer_nonce: bytes
     listener_nonce: bytes
-    keys: tuple[bytes, bytes] | None  # of the dialer's bytes, of the listener's
 
+
+Keys = tuple[bytes, bytes] | None
+"""Of the dialer's bytes, of the listener's."""
 
 JOINS: Final = {
-    "plain": Join(some(1), b"", b"", b"", None),
-    "encrypted": Join(
-        token=some(1),
-        secret=some(0x40, 32),
-        dialer_nonce=some(0x21),
-        listener_nonce=some(0x31),
-        keys=(
-            bytes.fromhex("3d036edd3a77d6cbe8e229657eec0d05beea2e7ebfc7b5733fc1ca271b5a7f97"),
-            bytes.fromhex("25856e72f2e1e60444445a39f877d49d6efbdc58946d5ddb6f5ab60083534cc5"),
-        ),
-    ),
+    "plain": Join(some(1), b"", b"", b""),
+    "encrypted": Join(token=some(1), secret=some(0x40, 32), dialer_nonce=some(0x21), listener_nonce=some(0x31)),
 }
 
 
-def dialled(value: Join, listener: bytes = b"") -> tuple[bytes, Join]:
-    """Return what the dialer sends to a listener with that nonce, or with those bytes, and what it believes."""
+def dialled(value: Join, listener: bytes = b"") -> tuple[bytes, Keys]:
+    """Return what the dialer sends to a listener with that nonce, or with those bytes, and its keys."""
     listener = listener or value.listener_nonce + b"\x01"
 
     def answer() -> bytes:
@@ -210,31 +203,44 @@ def dialled(value: Join, listener: bytes = b"") -> tuple[bytes, Join]:
             address, until = server.getsockname(), Deadline(int(SECONDS * 1000))
             (lane,) = lanes.dial_lanes(address, value.token, 1, until, secret=value.secret)
         with lane.socket:
-            return sent.result(SECONDS), value._replace(keys=lane.keys)
+            return sent.result(SECONDS), lane.keys
 
 
-def listened(value: Join, dialer: bytes) -> tuple[bytes, Join]:
-    """Return what the listener sends to a dialer that sends these bytes, and what it believes."""
+def listened(value: Join, dialer: bytes) -> tuple[bytes, Keys, bytes]:
+    """Return what the listener sends to a dialer that sends these bytes, its keys, and the token."""
     here, there = socket.socketpair()
     with here, there:
         there.sendall(dialer)
         with _nonce(value.listener_nonce):
-            believed = asyncio.run(_listen(here, value))
+            keys, token = asyncio.run(_listen(here, value.secret))
         there.settimeout(SECONDS)
-        return _exactly(there, len(value.listener_nonce) + 1), believed
+        return _exactly(there, len(value.listener_nonce) + 1), keys, token
 
 
-async def _listen(sock: socket.socket, value: Join) -> Join:
+def join_of(value: Join, *, dialer: bytes = b"", listener: bytes = b"") -> Join:
+    """Return what a side believes that hears these bytes; its keys must be those of the other side."""
+    if dialer:
+        _, keys, token = listened(value, dialer)
+        other = dialled(value)[1]
+    else:
+        (_, keys), token = dialled(value, listener), value.token
+        other = listened(value, dialled(value)[0])[1]
+    if keys != other:
+        raise ValueError("the two sides have other keys")
+    return value._replace(token=token)
+
+
+async def _listen(sock: socket.socket, secret: bytes) -> tuple[Keys, bytes]:
     loop = asyncio.get_running_loop()
     sock.setblocking(False)
     if (greeting := await loop.sock_recv(sock, len(lanes.LANE_PREAMBLE))) != lanes.LANE_PREAMBLE:
         raise ValueError(f"not the preamble of a lane: {greeting!r}")
     token = await lanes.read_lane_greeting(loop, sock)
-    lane = await asyncio.wait_for(lanes.check_lane(loop, sock, value.secret), SECONDS)
+    lane = await asyncio.wait_for(lanes.check_lane(loop, sock, secret), SECONDS)
     if lane is None:
         raise ValueError("the listener does not believe the proof")
     await lanes.accept_lane(loop, sock)
-    return value._replace(token=token, keys=lane.keys and lane.keys[::-1])
+    return (lane.keys[1], lane.keys[0]) if lane.keys else None, token
 
 
 @contextmanager
