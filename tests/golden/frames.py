@@ -20,11 +20,15 @@ Stored = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Frame:
-    """One value, and its encoding by this build. Without ``read``, both sides compute the bytes."""
+    """One value, and its encoding by this build.
+
+    Without ``read``, both sides compute the bytes. ``lasting``: later builds have to read them from this one.
+    """
 
     value: Any
     write: Callable[[Any], bytes]
     read: Callable[[bytes], object] | None = None
+    lasting: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def _unreadable(group: Group, version: str, name: str, entry: Mapping[str, str])
     if group.oldest is None or int(version) < group.oldest or (frame is not None and frame.read is None):
         return
     if frame is None or frame.read is None:
-        yield f"the encoding is gone, and this build speaks that version: raise the oldest version of {group.constant}"
+        yield f"the encoding is gone, and this build speaks version {group.oldest} on: keep it, or raise the oldest"
         return
     try:
         frame.read(_bytes_of(entry))
@@ -125,9 +129,15 @@ def _unreadable(group: Group, version: str, name: str, entry: Mapping[str, str])
 
 def updated(groups: Mapping[str, Group], stored: Stored) -> Stored:
     """Return the new content of the file. Raises ValueError, which has the forbidden differences."""
+    _check(groups, stored)
+    new = {name: _updated(group, stored.get(name)) for name, group in groups.items()}
+    _check(groups, new)  # what was changed now has to be read from older builds
+    return new
+
+
+def _check(groups: Mapping[str, Group], stored: Stored) -> None:
     if forbidden := [str(each) for each in compare(groups, stored) if each.forbidden]:
         raise ValueError("\n".join(forbidden))
-    return {name: _updated(group, stored.get(name)) for name, group in groups.items()}
 
 
 def _updated(group: Group, stored: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -138,8 +148,12 @@ def _updated(group: Group, stored: Mapping[str, Any] | None) -> dict[str, Any]:
     if stored is not None and group.oldest is not None:
         older = dict(stored.get("older", {}))
         if group.version > stored["version"]:
-            changed = {name: entry for name, entry in stored["frames"].items() if not _same(entry, frames.get(name))}
-            older[str(stored["version"])] = changed
+            passing = {name for name, frame in group.frames.items() if frame.read is None or not frame.lasting}
+            older[str(stored["version"])] = {
+                name: entry
+                for name, entry in stored["frames"].items()
+                if name not in passing and not _same(entry, frames.get(name))
+            }
         older = {version: frames for version, frames in older.items() if frames and int(version) >= group.oldest}
         new |= {"older": older} if older else {}
     return new

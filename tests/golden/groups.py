@@ -145,7 +145,7 @@ def _read(data: bytes) -> messages.Message:
 def _protocol() -> dict[str, Frame]:
     frames = {name: Frame(value, messages.frame, _read) for name, value in values.MESSAGES.items()}
     for name in ("Hello", "Welcome"):
-        frames[f"{name} of a later release"] = Frame(values.MESSAGES[name], _with_more, _read)
+        frames[f"{name} of a later release"] = Frame(values.MESSAGES[name], _with_more, _read, lasting=False)
     for name, handle in values.HANDLES.items():
         frames[name] = Frame(handle, handles.encode_handle, handles.decode_handle)
     for decode, some_values in zip((nixl._ask_decoder.decode, nixl._decode_answer), values.NIXL, strict=True):
