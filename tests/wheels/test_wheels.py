@@ -139,9 +139,9 @@ def test_the_metadata_is_that_of_this_tree(pattern: str) -> None:
     assert found["Keywords"].split(",") == project["keywords"]
     assert found["Author"] == project["authors"][0]["name"]
     assert found.get_all("Project-URL") is None, "no page of the project is public"
-    needed = found.get_all("Requires-Dist")
+    needed = found.get_all("Requires-Dist", [])
     assert [each for each in needed if "extra ==" not in each] == project["dependencies"]
-    assert sorted(found.get_all("Provides-Extra")) == sorted(project["optional-dependencies"])
+    assert sorted(found.get_all("Provides-Extra", [])) == sorted(project["optional-dependencies"])
     extras = [each.partition(";")[0].strip() for each in needed if "extra ==" in each]
     assert sorted(extras) == sorted(each for some in project["optional-dependencies"].values() for each in some)
     payload = found.get_payload(decode=True)
