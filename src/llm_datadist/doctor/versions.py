@@ -27,7 +27,7 @@ def library() -> Finding:
     found = installed("open-datadist")
     value = f"{', '.join(found) or 'run from its sources'}, Python {platform.python_version()}"
     if len(found) < 2:
-        return Finding("library", Severity.OK, value, "both sides of a link need this minor version, or one next to it")
+        return Finding("library", Severity.OK, value, "both sides of a link need the same version of the protocol")
     meaning = "several versions are on the path, and the first one is imported"
     mend = "pip uninstall open-datadist; pip install open-datadist"
     return Finding("library", Severity.WARNING, value, meaning, mend)
