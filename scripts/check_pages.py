@@ -30,7 +30,7 @@ TOOLS: Final = {"bench", "cli", "demo", "doctor", "testing"}
 _USERS: Final = """
 index 500, tutorial 850, howto 100, howto-hosts 950, howto-pools 650, howto-grants 650, howto-moving 450, vllm 1150,
 nixl 650, security 1500, when-it-fails 1400, metrics 1200, commands 150, top 400, doctor 650, interface 5900,
-options 1800, errors 1200, performance 1500, scaling 1200, glossary 700
+options 1800, errors 1200, performance 1500, scaling 1200, support 400, glossary 700
 """
 _DEVELOPERS: Final = "architecture 2250, protocol 2600, dependencies 650, coverage 100, development 100"
 USERS_IN_ALL: Final = 26_000
@@ -333,11 +333,29 @@ def dependencies() -> Iterator[str]:
     )
 
 
+def _installed() -> set[str]:
+    """Return the packages that the Makefile installs by their names."""
+    makefile = re.sub(r"\\\n|^#.*", "", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    variables = dict(re.findall(r"^(\w+) := (.*)$", makefile, re.MULTILINE))
+    lines = re.findall(r"^\t.*(?:PIP\)|pip install) ([^;|&<\n]*)", makefile, re.MULTILINE)
+    words = re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], ""), " ".join(lines)).split()
+    return {_package(word.strip("'")) for word in words if word.strip("'")[0].isalpha()} - {"open-datadist"}
+
+
+def _pinned() -> dict[str, set[str]]:
+    """Return the packages in each part of constraints.txt, by its heading."""
+    parts = re.findall(r"^# (.*)\n((?:[\w-]+==\S+\n)+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return {heading: set(re.findall(r"^([\w-]+)==", lines, re.MULTILINE)) for heading, lines in parts}
+
+
 def pins() -> Iterator[str]:
-    """Compare the packages of other environments with those that the Makefile installs."""
-    true = set(re.findall(r"\b([a-z][\w-]*)(?:\[\w+\])?[=>]=\d", (ROOT / "Makefile").read_text()))
+    """Compare the packages that the Makefile installs with their table, and with those in constraints.txt."""
+    installed, pinned = _installed(), _pinned()
+    declared = {row[0].strip("`") for row in _table("dependencies", "package", "extra", "use")} - {"open-datadist"}
     rows = _table("dependencies", "command", "package", "use")
-    yield from _differ("dependencies.md, Makefile", [span for row in rows for span in _spans(row[1])], true)
+    yield from _differ("dependencies.md, Makefile", [span for row in rows for span in _spans(row[1])], installed)
+    yield from _differ("constraints.txt, pyproject.toml", pinned["Named in pyproject.toml"], declared)
+    yield from _differ("constraints.txt, Makefile", pinned["Named in the Makefile"], installed - declared)
 
 
 def commands() -> Iterator[str]:

@@ -42,8 +42,8 @@ from tests.support.source import ROOT, SOURCE, modules, run
 DOCS: Final = ROOT / "docs"
 README: Final = ROOT / "README.md"
 PAGES: Final = sorted([README, ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
-#: Notes tell what was measured once; only their links are checked.
-LINKING: Final = [*PAGES, *sorted(DOCS.glob("notes/*.md"))]
+#: Notes and the changelog tell what was once; only their links are checked.
+LINKING: Final = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("notes/*.md"))]
 
 #: `file.py`, `folder/`, with `:name` or `:Class.name` behind a module.
 _FILE: Final = re.compile(r"^(\.?[\w-][\w./-]*(?:\.(?:py|pyi|cpp|hpp|md|toml)|/))(?::([\w.]+))?$")

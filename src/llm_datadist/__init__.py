@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from llm_datadist.kv_cache_manager import KvCacheManager
     from llm_datadist.types.grant import Grant as Grant
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [  # noqa: RUF022 (grouped by purpose)
     # an instance

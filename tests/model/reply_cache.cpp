@@ -7,10 +7,8 @@
 #include "model.hpp"
 
 const char* const steps[] = {
-    "the order of the owner: quiesce, then free",
-    "the order of the owner: advance, then quiesce",
-    "the comparisons before the first byte",
-    "the abort of jobs that have begun",
+    "the order of the owner: quiesce, then free", "the order of the owner: advance, then quiesce",
+    "the comparisons before the first byte",      "the abort of jobs that have begun",
     "comparing and registering in one turn",
 };
 

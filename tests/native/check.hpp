@@ -6,12 +6,12 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define CHECK(what)                                                                       \
-    do {                                                                                  \
-        if (!(what)) {                                                                    \
-            std::fprintf(stderr, "%s:%d: %s is not so\n", __FILE__, __LINE__, #what);     \
-            std::abort();                                                                 \
-        }                                                                                 \
+#define CHECK(what)                                                                   \
+    do {                                                                              \
+        if (!(what)) {                                                                \
+            std::fprintf(stderr, "%s:%d: %s is not so\n", __FILE__, __LINE__, #what); \
+            std::abort();                                                             \
+        }                                                                             \
     } while (false)
 
 // Ends a program that hangs, by SIGALRM. Far more than any of them takes under a sanitizer on a busy machine.

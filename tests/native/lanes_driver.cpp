@@ -43,7 +43,7 @@ struct Memory {
     std::vector<char> bytes = std::vector<char>(block * blocks);
     std::uint64_t base = reinterpret_cast<std::uint64_t>(bytes.data());
 
-    Spans spans(const std::vector<Run>& runs, std::uint64_t Run::*offset) const {
+    Spans spans(const std::vector<Run>& runs, std::uint64_t Run::* offset) const {
         std::uint64_t total = 0;
         for (const Run& run : runs) total += run.bytes;
         const CopySide side{&base, 1, static_cast<std::int64_t>(bytes.size()), 0, "side"};
@@ -57,7 +57,8 @@ std::vector<Run> random_runs(std::mt19937& random, std::size_t count) {
     std::shuffle(dst.begin(), dst.end(), random);
     std::shuffle(src.begin(), src.end(), random);
     std::vector<Run> runs;
-    for (std::size_t i = 0; i < count; ++i) runs.push_back({dst[i], src[i], random() % 7 == 0 ? 0 : block - random() % 9});
+    for (std::size_t i = 0; i < count; ++i)
+        runs.push_back({dst[i], src[i], random() % 7 == 0 ? 0 : block - random() % 9});
     return runs;
 }
 
@@ -104,9 +105,9 @@ private:
         if (refuse_every != 0 && ++asked_ % refuse_every == 0)
             return engine_.refuse_request(event.lane, event.id, 77, "not now");
         Reply reply{event.id,
-                    std::make_shared<Payload>(write ? sink.spans(decode(event.text), &Run::dst)
-                                                    : memory.spans(decode(event.text), &Run::src),
-                                              event.id % 2 != 0),  // small blocks by a copy, or by the kernel
+                    std::make_shared<Payload>(
+                        write ? sink.spans(decode(event.text), &Run::dst) : memory.spans(decode(event.text), &Run::src),
+                        event.id % 2 != 0),  // small blocks by a copy, or by the kernel
                     {},
                     static_cast<std::int64_t>(event.lane % 2)};
         reply.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
@@ -150,9 +151,8 @@ void parallel_reads() {
                 const auto runs = random_runs(own, own() % blocks);
                 fill(local.bytes, own);
                 const auto before = local.bytes;
-                const auto id =
-                    near.start(lanes[own() % lanes.size()], Kind::read, encode(runs), local.spans(runs, &Run::dst),
-                               i % 2 != 0);
+                const auto id = near.start(lanes[own() % lanes.size()], Kind::read, encode(runs),
+                                           local.spans(runs, &Run::dst), i % 2 != 0);
                 const Outcome outcome = finish(near, id, 20 * second_ns);
                 CHECK(outcome.ending == Ending::good);
                 check_moved(local, target.memory, runs, before);

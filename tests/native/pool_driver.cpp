@@ -302,7 +302,8 @@ void between_processes(int rounds) {
             CHECK(execute_process(copy, each, {getpid(), i % 2 == 0}, &pool, {never}) == each * 2);
             CHECK(dst.bytes == expected);
             const std::uint64_t nowhere[] = {4096, 4096};
-            const Copy broken{dst.side("dst"), {nowhere, 2, extent, 0, "src"}, 2, plan.runs.data(), plan.runs.size(), false};
+            const Copy broken{
+                dst.side("dst"), {nowhere, 2, extent, 0, "src"}, 2, plan.runs.data(), plan.runs.size(), false};
             bool failed = each == 0;
             try {
                 execute_process(broken, each, {getpid(), false}, &pool, {never});

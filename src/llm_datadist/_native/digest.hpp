@@ -146,7 +146,7 @@ struct DigestSide {
     std::size_t count;
     const Run* runs;
     std::size_t run_count;
-    std::uint64_t Run::*offset;
+    std::uint64_t Run::* offset;
 
     const char* address(std::size_t tensor, std::size_t run, std::uint64_t at) const {
         return tensors.address(tensor, runs[run].*offset + at);
@@ -173,8 +173,7 @@ inline std::uint64_t check_side(const DigestSide& side, std::int64_t count) {
 // Digests a side's streams: one for each tensor, or one for each run of each tensor.
 class DigestTask final : public Task {
 public:
-    DigestTask(const DigestSide& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes,
-               const Stop& stop)
+    DigestTask(const DigestSide& side, const DigestKey& key, bool each_run, std::uint64_t chunk_bytes, const Stop& stop)
         : side_(side), key_(key), stop_(stop) {
         cut(each_run, chunk_bytes / stripe_bytes * stripe_bytes);
         sums_ = std::make_unique<Sum[]>(side.count * lengths_.size());

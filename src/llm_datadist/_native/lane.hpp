@@ -97,7 +97,6 @@ public:
         stream_.flush();
     }
 
-
     void start(Job job) {
         waiting_.push_back(std::move(job));
         admit();
@@ -114,7 +113,6 @@ public:
         if (sender_.withdraw(job.kind, id)) return forget(found);
         detach(*job.payload);  // so its answer is dropped
     }
-
 
     void serve(Reply reply) {
         Request* request = asked(Kind::read, reply.id);
@@ -191,7 +189,6 @@ private:
         ::setsockopt(fd(), SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted);
     }
 
-
     void enter_next_stages() {
         while (receiver_.complete()) enter_next_stage();
     }
@@ -235,8 +232,7 @@ private:
             receiver_.pause();
         else
             receiver_.expect_header();
-        if (auto reply = cached_reply(write, meta))
-            return write ? accept(std::move(*reply)) : serve(std::move(*reply));
+        if (auto reply = cached_reply(write, meta)) return write ? accept(std::move(*reply)) : serve(std::move(*reply));
         events_.push({write ? Event::What::write : Event::What::read, number_, incoming_.id, std::move(meta),
                       incoming_.payload_bytes});
     }
@@ -304,7 +300,6 @@ private:
         if (receiver_.discarding()) drain_until_ = monotonic_ns() + max_drain_ns_;
     }
 
-
     bool window_open(const Job& job) const {
         return jobs_.size() < window_jobs && job.meta.size() <= window_meta_bytes - our_meta_bytes_;
     }
@@ -347,7 +342,6 @@ private:
         return job;
     }
 
-
     void note_request() {
         if (requests_.size() >= window_jobs || incoming_.meta_bytes > window_meta_bytes - their_meta_bytes_)
             break_lane("the peer has more than ", window_jobs, " requests or ", window_meta_bytes,
@@ -375,7 +369,6 @@ private:
         receive_payload(std::make_shared<Payload>(Payload::discarding(bytes)), false);
         enter_next_stages();
     }
-
 
     void push_status(std::uint64_t id, Status status) { push_result(id, status, text_of(status)); }
 

@@ -72,7 +72,6 @@ public:
         body_.reset();
     }
 
-
     // Number of a later lane, for the reader of its first event.
     std::uint64_t reserve_lane() { return next_lane_.fetch_add(1, std::memory_order_relaxed); }
 

@@ -90,8 +90,8 @@ inline std::uint64_t py_add_lane(LaneEngine& engine, int raw, nb::handle keys) {
 
 inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
                               const MovePlan& plan, const TensorList& tensors, bool mapped) {
-    return engine.start(lane, kind_of(write), std::string(meta.c_str(), meta.size()),
-                        spans_of(plan, tensors, !write), mapped);
+    return engine.start(lane, kind_of(write), std::string(meta.c_str(), meta.size()), spans_of(plan, tensors, !write),
+                        mapped);
 }
 
 inline Guards guards_of(const GuardList& list) {
@@ -110,7 +110,7 @@ inline void py_keep(ReplyCache& replies, const nb::bytes& handle, bool write, co
                     const GuardList& guards, std::int64_t tag, bool mapped) {
     const CopySide all = tensors.side(0, "granted");
     replies.keep(write, std::string(handle.c_str(), handle.size()),
-                {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
+                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
 }
 
 inline nb::object text_object(const std::string& text) {
@@ -217,9 +217,10 @@ void bind_lanes(nb::module_& m) {
         .def("move", &py_move, "lane"_a, "write"_a, "handle"_a, "extent"_a, "plan"_a, "tensors"_a, "mapped"_a,
              "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def("wait", &py_wait, "job"_a, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
-        .def("give_up",
-             [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
-             "job"_a)
+        .def(
+            "give_up",
+            [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
+            "job"_a)
         .def("reply", &py_reply, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
         .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a);

@@ -67,7 +67,9 @@ public:
         watch(EPOLL_CTL_ADD, bell_.fd(), bell_token, EPOLLIN);
     }
 
-    void start(const std::string& name) { thread_ = quiet_thread(name, [this] { run(); }); }
+    void start(const std::string& name) {
+        thread_ = quiet_thread(name, [this] { run(); });
+    }
 
     // Loses every lane, runs every posted command, ends the thread. Called once.
     void stop() {
@@ -130,8 +132,7 @@ public:
     // For commands, which have the turn.
 
     // Encrypted if `ciphers` is set.
-    void add(std::uint64_t number, Fd fd, std::unique_ptr<LaneCiphers> ciphers,
-             std::shared_ptr<ReplyCache> replies) {
+    void add(std::uint64_t number, Fd fd, std::unique_ptr<LaneCiphers> ciphers, std::shared_ptr<ReplyCache> replies) {
         const int raw = fd.get();
         Stream stream(std::move(fd), std::move(ciphers), buffers_);
         auto lane =

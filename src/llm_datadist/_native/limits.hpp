@@ -44,8 +44,7 @@ constexpr std::int64_t max_limit_block = std::int64_t{1} << 30;
 constexpr int max_limit_threads = 1024;
 
 inline void check_limit_blocks(const LimitBlocks& blocks, std::int64_t block_bytes, std::int64_t most) {
-    if (block_bytes < 1 || block_bytes > most)
-        refuse("block_bytes is ", block_bytes, ": must be in [1, ", most, "]");
+    if (block_bytes < 1 || block_bytes > most) refuse("block_bytes is ", block_bytes, ": must be in [1, ", most, "]");
     for (std::size_t i = 0; i < blocks.count; ++i)
         if (blocks.addresses[i] == 0) refuse("address ", i, " is 0: must be that of a block");
 }
@@ -192,7 +191,8 @@ inline void limit_memcpy(const LimitBlocks& dst, const LimitBlocks& src, int thr
 inline int process_blocks(pid_t pid, bool write, const LimitBlocks& near, const LimitBlocks& far, std::size_t first,
                           std::size_t end) {
     constexpr std::size_t most_ranges = 512;
-    const std::size_t a_call = std::min(most_ranges, static_cast<std::size_t>(max_limit_block) / near.bytes);  // the kernel moves below 2 GiB
+    const std::size_t a_call =
+        std::min(most_ranges, static_cast<std::size_t>(max_limit_block) / near.bytes);  // the kernel moves below 2 GiB
     iovec here[most_ranges], there[most_ranges];
     while (first < end) {
         const std::size_t ranges = std::min(a_call, end - first);

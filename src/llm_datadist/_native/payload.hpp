@@ -29,7 +29,7 @@ public:
     Spans() = default;
 
     // `offset`: this side's column of the runs. Throws RuleError unless all bytes lie in their tensors.
-    Spans(const CopySide& side, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::*offset,
+    Spans(const CopySide& side, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::* offset,
           std::int64_t nbytes) {
         check_tensors(side, pairs);
         const std::uint64_t per_pair = take_runs(side, runs, run_count, offset);
@@ -80,7 +80,7 @@ public:
     }
 
 private:
-    std::uint64_t take_runs(const CopySide& side, const Run* runs, std::size_t count, std::uint64_t Run::*offset) {
+    std::uint64_t take_runs(const CopySide& side, const Run* runs, std::size_t count, std::uint64_t Run::* offset) {
         const auto extent = static_cast<std::uint64_t>(side.extent);
         std::uint64_t total = 0;
         spans_.reserve(count);

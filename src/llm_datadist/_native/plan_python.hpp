@@ -136,8 +136,12 @@ public:
     // Unchecked.
     std::pair<const Run*, std::size_t> run_list() const { return {first_, run_count_}; }
     Copy copy(const TensorList& dst, const TensorList& src) const {
-        return {dst.side(pairing_.dst_first, "dst"), src.side(pairing_.src_first, "src"),
-                static_cast<std::size_t>(pairing_.count), first_, run_count_, ordered_};
+        return {dst.side(pairing_.dst_first, "dst"),
+                src.side(pairing_.src_first, "src"),
+                static_cast<std::size_t>(pairing_.count),
+                first_,
+                run_count_,
+                ordered_};
     }
 
 private:
@@ -285,8 +289,8 @@ inline void bind_plans(nb::module_& m) {
     m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a,
           "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks");
     nb::class_<BlockPlanner>(m, "BlockPlanner", nb::is_final())
-        .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, const Tensors&>(), nb::kw_only(),
-             "block_bytes"_a, "dst_count"_a, "src_count"_a, "alias"_a, "tensors"_a = one)
+        .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, const Tensors&>(), nb::kw_only(), "block_bytes"_a,
+             "dst_count"_a, "src_count"_a, "alias"_a, "tensors"_a = one)
         .def("plan", &BlockPlanner::plan, "dst"_a, "src"_a, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks");
     m.def("plan_pieces", &py_plan_pieces, "dst"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
           "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks");

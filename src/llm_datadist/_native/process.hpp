@@ -114,7 +114,8 @@ struct FarSide {
         const ssize_t moved = (writing ? process_vm_writev : process_vm_readv)(pid, here, near.size() + 1, there,
                                                                                far.size() + Ranges::max_proofs, 0);
         const auto proven = static_cast<ssize_t>(bytes);
-        if (moved >= proven && (writing || std::string_view(found.data(), bytes) == proof.cookie)) return moved - proven;
+        if (moved >= proven && (writing || std::string_view(found.data(), bytes) == proof.cookie))
+            return moved - proven;
         if (moved >= 0 || (writing && bytes > 0 && errno == EFAULT)) errno = ESRCH;
         return -1;
     }
@@ -136,10 +137,9 @@ public:
 
     void raise_if_told(const FarSide& side) const {
         if (!told_.load(std::memory_order_relaxed)) return;
-        throw ProcessError(code_, text(side.call(), " of pid ", side.pid, ", ", far_.iov_len,
-                                       " bytes at its address 0x", std::hex,
-                                       reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ",
-                                       std::system_category().message(code_)));
+        throw ProcessError(
+            code_, text(side.call(), " of pid ", side.pid, ", ", far_.iov_len, " bytes at its address 0x", std::hex,
+                        reinterpret_cast<std::uintptr_t>(far_.iov_base), ": ", std::system_category().message(code_)));
     }
 
 private:
@@ -215,8 +215,7 @@ constexpr std::int64_t max_peek_bytes = 1 << 20;
 
 // Probe of another process. Throws ProcessError.
 inline std::string peek_process(pid_t pid, std::uint64_t address, std::int64_t nbytes) {
-    if (nbytes < 0 || nbytes > max_peek_bytes)
-        refuse("nbytes is ", nbytes, ": must be in [0, ", max_peek_bytes, "]");
+    if (nbytes < 0 || nbytes > max_peek_bytes) refuse("nbytes is ", nbytes, ": must be in [0, ", max_peek_bytes, "]");
     const FarSide side{pid, false};
     std::string bytes(static_cast<std::size_t>(nbytes), '\0');
     Failure failure;

@@ -32,7 +32,8 @@ struct LaneRequest {
 
     // `offset`: the owner's column of the runs.
     static std::string encode(std::string_view handle, std::int64_t first, std::int64_t count, std::uint64_t extent,
-                              std::int64_t nbytes, std::pair<const Run*, std::size_t> runs, std::uint64_t Run::*offset) {
+                              std::int64_t nbytes, std::pair<const Run*, std::size_t> runs,
+                              std::uint64_t Run::* offset) {
         std::string out;
         out.reserve(head_bytes + handle.size() + runs.second * span_bytes);
         append<std::uint16_t>(out, static_cast<std::uint16_t>(handle.size()));
@@ -60,8 +61,12 @@ struct LaneRequest {
         if ((first | count | extent | nbytes) > INT64_MAX)
             refuse("a lane request for tensors [", first, ", +", count, ") of ", extent, " bytes, ", nbytes, " in all");
         const auto checked = [](std::uint64_t value) { return static_cast<std::int64_t>(value); };
-        return LaneRequest{meta.substr(head_bytes, handle_bytes), checked(first), checked(count), checked(extent),
-                           checked(nbytes), meta.substr(begin)};
+        return LaneRequest{meta.substr(head_bytes, handle_bytes),
+                           checked(first),
+                           checked(count),
+                           checked(extent),
+                           checked(nbytes),
+                           meta.substr(begin)};
     }
 
     std::vector<Run> runs() const {
@@ -113,8 +118,7 @@ public:
     void keep(bool write, std::string handle, CachedReply memory) {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (replies_.size() >= most) replies_.clear();
-        replies_.insert_or_assign({write, std::move(handle)},
-                                  std::make_shared<const CachedReply>(std::move(memory)));
+        replies_.insert_or_assign({write, std::move(handle)}, std::make_shared<const CachedReply>(std::move(memory)));
     }
 
     // Null unless a reply's guards hold.

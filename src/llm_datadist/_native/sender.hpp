@@ -146,9 +146,8 @@ private:
         message.msg_iov = parts;
         message.msg_iovlen = gather(frame, parts, budget);
         const bool reads = frame.payload && frame.payload->left() > 0;
-        const ssize_t sent =
-            stream.send(message, MSG_NOSIGNAL | MSG_DONTWAIT | more(frame),
-                        reads ? frame.head.size() - head_sent_ : 0, !reads || frame.payload->mapped());
+        const ssize_t sent = stream.send(message, MSG_NOSIGNAL | MSG_DONTWAIT | more(frame),
+                                         reads ? frame.head.size() - head_sent_ : 0, !reads || frame.payload->mapped());
         if (sent >= 0) {
             account(frame, static_cast<std::uint64_t>(sent));
             return static_cast<std::uint64_t>(sent);
@@ -185,8 +184,7 @@ private:
         frame.payload->advance(body);
         tail_sent_ += static_cast<std::size_t>(sent - body);
         const bool ended = frame.kind != Kind::data || !frame.tail.empty();
-        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !ended)
-            append_trailer(frame, frame.tail);
+        if (head_sent_ == frame.head.size() && frame.payload->left() == 0 && !ended) append_trailer(frame, frame.tail);
     }
 
     std::deque<Frame> frames_;

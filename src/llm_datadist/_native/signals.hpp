@@ -42,7 +42,7 @@ public:
     // Puts this class's handler before the interpreter's. `of_interpreter` is any address in its image. Handlers of
     // other images stay.
     static void take_over(int signal, const void* of_interpreter) noexcept {
-        struct sigaction action {};
+        struct sigaction action{};
         if (signal < 1 || signal > 64 || ::sigaction(signal, nullptr, &action) != 0) return;
         if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) return;
         if (action.sa_handler == &keep_or_pass ||

@@ -257,10 +257,9 @@ inline void bind_signals(nb::module_& m) {
                                   {Py_tp_members, members},
                                   {Py_tp_getset, properties},
                                   {0, nullptr}};
-    static PyType_Spec spec{"llm_datadist._native._native.HoldingCall", sizeof(HoldingCall), 0,
-                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                                Py_TPFLAGS_METHOD_DESCRIPTOR,
-                            slots};
+    static PyType_Spec spec{
+        "llm_datadist._native._native.HoldingCall", sizeof(HoldingCall), 0,
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
     method_type() = nb::module_::import_("types").attr("MethodType");
     m.attr("HoldingCall") = nb::steal(PyType_FromSpec(&spec));
     m.def("set_signal_handler", &set_handler);

@@ -62,9 +62,8 @@ inline std::vector<Run> surviving_runs(const Run* runs, std::size_t count, bool 
                 out.push_back({begin, begin + shift, end - begin});
                 return;
             }
-            written.gaps(begin + shift, end + shift, [&](std::uint64_t from, std::uint64_t to) {
-                out.push_back({from - shift, from, to - from});
-            });
+            written.gaps(begin + shift, end + shift,
+                         [&](std::uint64_t from, std::uint64_t to) { out.push_back({from - shift, from, to - from}); });
         });
         written.add(run.dst, run.dst + run.bytes);
     }

@@ -129,7 +129,8 @@ inline const char* text_of(Status status) {
         case good: return "";
         case changed: return "the memory was freed, bound again or unregistered: its guard has changed";
         case aborted: return "the owner of the memory took it back during the transfer";
-        case torn: return "the memory was freed, bound again or unregistered during the transfer: part of it is written";
+        case torn:
+            return "the memory was freed, bound again or unregistered during the transfer: part of it is written";
         case misfit: return "the memory at the target is of another size than the payload";
         case lost: break;
     }

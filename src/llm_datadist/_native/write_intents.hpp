@@ -26,7 +26,7 @@ constexpr std::uint64_t writer_page_bytes = 64 * (writer_slots + 1);
 // A lying writer misreports only its own work.
 struct alignas(64) WriterHeader {
     std::uint64_t closed;  // by the owner: no writer may begin
-    std::uint64_t used;    // by the writer: higher slots were never used
+    std::uint64_t used;  // by the writer: higher slots were never used
 };
 
 struct alignas(64) WriterSlot {
@@ -73,8 +73,8 @@ inline bool announce(const IntentPage& page, std::uint64_t number, std::uint64_t
     WriterSlot& slot = page.slot(number);
     WriterHeader& header = page.header();
     std::uint64_t used = __atomic_load_n(&header.used, __ATOMIC_RELAXED);
-    while (used < number && !__atomic_compare_exchange_n(&header.used, &used, number, false, __ATOMIC_SEQ_CST,
-                                                         __ATOMIC_RELAXED)) {
+    while (used < number &&
+           !__atomic_compare_exchange_n(&header.used, &used, number, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
     }
     __atomic_store_n(&slot.what, what, __ATOMIC_RELEASE);
     const std::uint64_t sequence = __atomic_load_n(&slot.sequence, __ATOMIC_RELAXED);
@@ -113,7 +113,8 @@ public:
             const std::uint64_t sequence = __atomic_load_n(&slot.sequence, __ATOMIC_SEQ_CST);
             if (sequence % 2 == 0 || !wanted(__atomic_load_n(&slot.what, __ATOMIC_ACQUIRE))) continue;
             // If the sequence differs, `what` may belong to later work, which saw the caller's change.
-            if (__atomic_load_n(&slot.sequence, __ATOMIC_SEQ_CST) == sequence) found.push_back({index, number, sequence});
+            if (__atomic_load_n(&slot.sequence, __ATOMIC_SEQ_CST) == sequence)
+                found.push_back({index, number, sequence});
         }
     }
 

@@ -31,16 +31,19 @@ inline void bind_writers(nb::module_& m) {
 
     m.attr("WRITER_SLOTS") = writer_slots;
     m.attr("WRITER_PAGE_BYTES") = writer_page_bytes;
-    m.def("announce_writer",
-          [](std::uint64_t page, std::uint64_t slot, std::uint64_t what) {
-              return announce(IntentPage(page), slot, what);
-          },
-          "page"_a, "slot"_a, "what"_a);
-    m.def("retract_writer", [](std::uint64_t page, std::uint64_t slot) { retract(IntentPage(page), slot); }, "page"_a,
-          "slot"_a);
+    m.def(
+        "announce_writer",
+        [](std::uint64_t page, std::uint64_t slot, std::uint64_t what) {
+            return announce(IntentPage(page), slot, what);
+        },
+        "page"_a, "slot"_a, "what"_a);
+    m.def(
+        "retract_writer", [](std::uint64_t page, std::uint64_t slot) { retract(IntentPage(page), slot); }, "page"_a,
+        "slot"_a);
     m.def("close_writers", [](std::uint64_t page) { close_page(IntentPage(page)); }, "page"_a);
-    m.def("writer_sequence", [](std::uint64_t page, std::uint64_t slot) { return sequence_of(IntentPage(page), slot); },
-          "page"_a, "slot"_a);
+    m.def(
+        "writer_sequence", [](std::uint64_t page, std::uint64_t slot) { return sequence_of(IntentPage(page), slot); },
+        "page"_a, "slot"_a);
     m.def("find_writers", &py_find_writers, "pages"_a.noconvert(), "what"_a, "any"_a);
 }
 

@@ -15,7 +15,7 @@ from llm_datadist._native import peek_process
 from llm_datadist.doctor.finding import Finding, Severity, judge
 from llm_datadist.errors import LLMException
 
-_OLDEST: Final = (5, 3)
+OLDEST: Final = (5, 3)
 _WANTED: Final = (6, 5)
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _UID_MAP: Final = Path("/proc/self/uid_map")
@@ -30,7 +30,7 @@ def kernel() -> Finding:
     release = os.uname().release
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     meaning = "Linux 5.3 has pidfd_open, 6.1 huge pages without an administrator, 6.5 the pidfd of a socket's peer"
-    bad = Severity.WARNING if version >= _OLDEST else Severity.PROBLEM
+    bad = Severity.WARNING if version >= OLDEST else Severity.PROBLEM
     return judge("kernel", version >= _WANTED, release, meaning, "boot Linux 6.5 or newer", bad)
 
 
