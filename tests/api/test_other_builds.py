@@ -56,8 +56,8 @@ def test_unknown_features_and_elements_of_a_dialer_are_ignored(request: pytest.F
     pair.start()
     pair.prompt.do(make, "kv", Spec(keys=(CacheKey(1, 7, 0),)), 1)
     with _Later(pair.prompt.port) as stranger:
-        transport = {"transport": over}
-        stranger.link(over=over, features=["unknown", *FEATURES, "x" * 64], **transport)
+        hello: dict[str, Any] = {"features": ["unknown", *FEATURES, "x" * 64], "transport": over}
+        stranger.link(over=over, **hello)
         stranger.is_served()
         stranger.say(wire.Resolve(1, False, (Namespace.REQUEST, 7, 0), 0, 0, 1000))
         assert stranger.hear(wire.Resolved).row == 0
