@@ -5,6 +5,7 @@ wire major, or with another same-host rendezvous. docs/protocol.md says what eac
 import logging
 import socket
 import struct
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +21,7 @@ from llm_datadist._links.versions import FEATURES
 from llm_datadist._transport import rendezvous
 from llm_datadist._transport.address import WIRE_MAJOR, preamble
 from llm_datadist._transport.lanes import LANE_PREAMBLE
-from llm_datadist.errors import LinkRefused
+from tests.support.authority import secret_file
 from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, bytes_move_both_ways, dialled, explain, info, link, links, statistics
 from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
@@ -152,11 +153,18 @@ def test_dialers_of_another_wire_major_are_told_so_and_the_log_says_it(
     assert end.do(links) == {}
 
 
-@pytest.mark.parametrize(("waits", "text"), [(True, "the peer closed the connection"), (False, "reset by peer")])
-def test_a_listener_of_a_release_before_the_first_greetings_with_versions_is_named(
-    end: LocalEnd, caplog: pytest.LogCaptureFixture, waits: bool, text: str
+@pytest.mark.parametrize(
+    ("waits", "secure", "text"),
+    [
+        (True, False, "LinkRefused: {}: the peer closed the connection in the handshake{}"),
+        (False, False, "LinkRefused: {}: cannot handshake: Connection reset by peer{}"),
+        (True, True, "AuthFailed: {}: not authenticated: the peer closed the connection: it rejected {}"),
+    ],
+)
+def test_a_listener_of_an_older_wire_major_is_named_as_the_possible_reason(
+    end: LocalEnd, tmp_path: Path, waits: bool, secure: bool, text: str
 ) -> None:
-    """It reads a preamble that is not its own, and closes: with a reset if the Hello is there already."""
+    """It reads a preamble that is not its own, and closes: with a reset if more is there already."""
 
     def hangs_up(sock: socket.socket) -> None:
         assert sock.recv(wire.PREAMBLE_BYTES, socket.MSG_WAITALL) != of_major(OLD_MAJOR, 0)
@@ -165,14 +173,11 @@ def test_a_listener_of_a_release_before_the_first_greetings_with_versions_is_nam
         sock.close()
         raise ConnectionAbortedError
 
-    end.start("DECODER", 2)
+    end.start("DECODER", 2, extra=secret_file(tmp_path / "secrets", a=b"a" * 32) if secure else {})
+    rest = "this instance's credentials, has none, or is" if secure else "; is it another program, or"
     with listener(hangs_up) as port:
-        code, _ = end.do(link, [info(1, port)])
-    assert code == LLMStatusCode.LLM_LINK_FAILED
-    assert isinstance(code.error, LinkRefused)
-    assert str(code.error).startswith(f"link to 127.0.0.1:{port}: ")
-    assert text in str(code.error)
-    assert str(code.error).endswith("; is it another program, or a release before 0.2.0?")
+        said = end.do(dialled, port)
+    assert said.rstrip("?") == text.format(f"link to 127.0.0.1:{port}", f"{rest} a release before 0.2.0")
 
 
 # --- another rendezvous -----------------------------------------------------------------------------------------------

@@ -213,7 +213,8 @@ class _BlockingFrames(DialledSocket):
             raise LinkRefused(text, phase="handshake")
         if self.tls is None:
             raise LinkRefused(f"{text}; is it another program, or a release before 0.2.0?", phase="handshake")
-        raise AuthFailed("the peer closed the connection: it rejected this instance's credentials, or has none")
+        text = "it rejected this instance's credentials, has none, or is a release before 0.2.0"
+        raise AuthFailed(f"the peer closed the connection: {text}")
 
     def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
         return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
