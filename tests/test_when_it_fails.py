@@ -20,10 +20,14 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_fields
 
 from faults.gated import stopped
+from faults.relay import Relay, Rewriter
 from faults.strangers import listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
+from llm_datadist._links import handshake, versions
+from llm_datadist._links.messages import Hello, Message
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
@@ -145,6 +149,7 @@ SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "the listener at": lambda stage: stage.links(stage.listens(), 3),
     "RemoteCacheAccessible differs": lambda stage: stage.links(stage.listens(**ACCESSIBLE)),
     "cannot reach the peer": lambda stage: stage.links(stage.family("auto").born("PROMPT", 1).port, **INPROC),
+    "in the handshake": lambda stage: stage.links(stage.enter(listener(lambda sock: sock.close()))),
     "does not speak this protocol": lambda stage: stage.links(
         stage.enter(listener(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")))
     ),
@@ -226,19 +231,21 @@ def _(stage: Stage) -> None:
     stage.links(port)
 
 
-@scene("in the handshake")
+@scene("no common protocol version")
 def _(stage: Stage) -> None:
-    port = stage.listens()
+    prompt = stage.family("tcp").born("PROMPT", 1)
+    for module in (handshake, versions):
+        stage.patch.setattr(module, "VERSIONS", (98, 99))
+    stage.links(prompt.port)
 
-    def of_another_version(sock: socket.socket) -> None:
-        with sock, socket.create_connection(("127.0.0.1", port or 0)) as there:
-            preamble = bytearray(sock.recv(12, socket.MSG_WAITALL))
-            preamble[8:10] = b"\xff\xff"  # behind the magic
-            there.sendall(preamble)
-            while answer := there.recv(1 << 16):
-                sock.sendall(answer)
 
-    stage.links(stage.enter(listener(of_another_version)))
+@scene("greetings were changed")
+def _(stage: Stage) -> None:
+    def change(message: Message) -> Message:
+        return replace_fields(message, features=[]) if isinstance(message, Hello) else message
+
+    ways = Rewriter(change), Rewriter(change)
+    stage.links(stage.enter(Relay(("127.0.0.1", stage.listens() or 0), ways)).port)
 
 
 @scene("handshake with")

@@ -128,7 +128,7 @@ def join(
             origin = LinkOrigin(False, 0, sequence)
             spoken = Spoken(VERSIONS[1], frozenset(FEATURES))
             link = Link(peer, connection, meeting.choice, origin, spoken, renewal)
-            engine.links.install(NewLink(link, sock, b"", tls=tls))
+            engine.links.install(NewLink(link, sock, b"", bytes(16), tls=tls))
         return engine.links.get(_STRANGER)
 
     return stage.probe.on_control(install)

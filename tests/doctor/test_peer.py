@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import socketserver
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 
 from faults.strangers import listener
+from llm_datadist._links.versions import VERSIONS
 from llm_datadist.doctor import peer
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
@@ -234,6 +236,14 @@ def test_port_of_something_else(answer: bytes | None, mend: str) -> None:
     """Or of another version of the protocol, which hangs up (None)."""
     with listener(lambda sock: sock.close() if answer is None else sock.sendall(answer)) as port:
         _fails(port, finding="peer_link", value="", mend=mend)
+
+
+def test_peer_without_a_common_version_of_the_protocol() -> None:
+    code = "from llm_datadist._links import handshake, versions\nhandshake.VERSIONS = versions.VERSIONS = (98, 99)"
+    both = f"98 to 99 at cluster .*, {VERSIONS[0]} to {VERSIONS[1]} at cluster {CLUSTER}"
+    with _served() as port:
+        found = _fails(port, finding="peer_link", value="98 to 99", mend="pip install --upgrade", preparation=code)
+    assert re.search(both, found["peer_link"].value)
 
 
 def test_clock_that_differs() -> None:

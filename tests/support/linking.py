@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
-from llm_datadist.errors import NotLinked
+from llm_datadist._deadline import Deadline
+from llm_datadist.errors import LinkError, NotLinked
 from tests.support.ends import Call, End, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
 from tests.support.probe import socket_of
@@ -25,6 +26,15 @@ Codes = tuple[LLMStatusCode, list[LLMStatusCode]]
 
 def link(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000) -> Codes:
     return world.dd.link_clusters(clusters, timeout)
+
+
+def dialled(world: World, port: int) -> str:
+    """Link to cluster 1; return the kind and text of the error, or nothing."""
+    try:
+        links_of(world).link(1, ("127.0.0.1", port), Deadline(10_000))
+    except LinkError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, force: bool = False) -> Codes:

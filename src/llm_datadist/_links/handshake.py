@@ -40,7 +40,7 @@ from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
 from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
 from llm_datadist._log import logger, named
 from llm_datadist._transport import instances
-from llm_datadist._transport.address import DialledSocket, new_socket, other_build, read_exactly, resolve
+from llm_datadist._transport.address import DialledSocket, is_plain, new_socket, other_build, read_exactly, resolve
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -202,16 +202,19 @@ class _BlockingFrames(DialledSocket):
     def _read_some(self) -> bytes:
         """Raise AuthFailed if the peer leaves a TLS connection before its first message."""
         try:
-            data = self.read(_RECEIVE_BYTES)
+            if data := self.read(_RECEIVE_BYTES):
+                return data
+            text = f"{self.what}: the peer closed the connection in the handshake"
         except LinkRefused as error:
-            if self.tls is None or self._heard:
-                raise
-            raise AuthFailed(str(error)) from None
-        if data:
-            return data
-        if self.tls is None or self._heard:
-            raise LinkRefused(f"{self.what}: the peer closed the connection in the handshake", phase="handshake")
-        raise AuthFailed("the peer closed the connection: it rejected this instance's credentials, or has none")
+            text = str(error)
+            if self.tls is not None and not self._heard:
+                raise AuthFailed(text) from None
+        if self._heard:
+            raise LinkRefused(text, phase="handshake")
+        if self.tls is None:
+            raise LinkRefused(f"{text}; is it another program, or a release before 0.2.0?", phase="handshake")
+        text = "it rejected this instance's credentials, has none, or is a release before 0.2.0"
+        raise AuthFailed(f"the peer closed the connection: {text}")
 
     def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
         return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
@@ -543,7 +546,10 @@ class Listener:
             take()
             return True
         if preamble not in (CONTROL_PREAMBLE, TLS_PREAMBLE):
-            raise ProtocolError(other_build(preamble))
+            text = other_build(preamble)
+            if is_plain(preamble):  # every build reads this answer
+                await loop.sock_sendall(sock, frame(Refused(int(LLMStatusCode.LLM_LINK_FAILED), text)))
+            raise ProtocolError(text)
         tune(sock)
         frames = _AsyncFrames(loop, sock, source)
         await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)

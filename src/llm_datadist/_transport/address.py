@@ -35,9 +35,12 @@ def other_build(preamble: bytes) -> str:
     if not preamble.startswith(_MAGIC):
         return f"the preamble {preamble!r} is not one of ours"
     (major,) = struct.unpack_from(">H", preamble, len(_MAGIC))
-    return (
-        f"the peer's greetings have wire major {major}, this build's {WIRE_MAJOR}: install releases next to each other"
-    )
+    return f"the dialer's wire major is {major}, the listener's {WIRE_MAJOR}: install releases next to each other"
+
+
+def is_plain(preamble: bytes) -> bool:
+    """Return True for a plain control channel of any wire major."""
+    return preamble.startswith(_MAGIC) and preamble.endswith(b"\0\0")
 
 
 def new_socket(address: tuple[str, int]) -> socket.socket:

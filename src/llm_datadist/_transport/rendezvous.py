@@ -79,16 +79,25 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(RendezvousHello | Refusal)
 
 
+class _Versioned(msgspec.Struct):
+    """Any packet; every build understands a refusal, which has no version."""
+
+    version: int | None = None
+
+
+_version_of: Final = msgspec.msgpack.Decoder(_Versioned).decode
+
+
 def decode(data: bytes) -> RendezvousHello | Refusal:
     """Return the value in a packet. Raises ProtocolError if it is malformed."""
     try:
+        if (version := _version_of(data).version) not in (None, VERSION):
+            raise ProtocolError(f"same-host packets of version {version} are not understood here, only {VERSION}")
         value: RendezvousHello | Refusal = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"same-host packet of {len(data)} bytes is malformed: {error}") from error
     if isinstance(value, Refusal):
         return value
-    if value.version != VERSION:
-        raise ProtocolError(f"same-host packets of version {value.version} are not understood here, only {VERSION}")
     regions = [descriptor.region for descriptor in value.regions]
     if len(set(regions)) != len(regions):
         raise ProtocolError(f"same-host hello names a region twice: {regions}")

@@ -178,9 +178,9 @@ def _not_linked(error: LLMException) -> Finding:
         return Finding("peer_authentication", Severity.PROBLEM, text, _NO_LINK, mend)
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
-    elif error.phase == "handshake" or isinstance(
-        error.__cause__, ProtocolError
-    ):  # it left, or answered something else
+    elif (
+        error.phase == "handshake" or isinstance(error.__cause__, ProtocolError) or "no common protocol version" in text
+    ):  # it left, answered something else, or speaks another language
         mend = "install the same version on both sides: pip install --upgrade open-datadist; let the port be doctor's"
     else:
         mend = "give both sides the same options: llm-datadist doctor --option KEY=VALUE"

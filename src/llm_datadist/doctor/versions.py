@@ -7,6 +7,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
+from llm_datadist._links.versions import VERSIONS
 from llm_datadist.doctor.finding import Finding, Severity, judge
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
@@ -27,7 +28,9 @@ def library() -> Finding:
     found = installed("open-datadist")
     value = f"{', '.join(found) or 'run from its sources'}, Python {platform.python_version()}"
     if len(found) < 2:
-        return Finding("library", Severity.OK, value, "both sides of a link need the same version of the protocol")
+        oldest, newest = VERSIONS
+        meaning = f"links need a common version of the protocol: this release speaks {oldest} to {newest}"
+        return Finding("library", Severity.OK, value, meaning)
     meaning = "several versions are on the path, and the first one is imported"
     mend = "pip uninstall open-datadist; pip install open-datadist"
     return Finding("library", Severity.WARNING, value, meaning, mend)

@@ -1,0 +1,208 @@
+"""Peers of another build: with features and elements that this one does not know, without those that it has, of another
+wire major, or with another same-host rendezvous. docs/protocol.md says what each of these means.
+"""
+
+import logging
+import socket
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from faults.relay import Relay, Rewriter
+from faults.strangers import Stranger, listener
+from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist._cache.registry import Namespace
+from llm_datadist._links import handshake, versions
+from llm_datadist._links import messages as wire
+from llm_datadist._links.versions import FEATURES
+from llm_datadist._transport import rendezvous
+from llm_datadist._transport.address import WIRE_MAJOR, preamble
+from llm_datadist._transport.lanes import LANE_PREAMBLE
+from tests.support.authority import secret_file
+from tests.support.kinds import LocalEnd, Pair, World
+from tests.support.linking import SUCCESS, bytes_move_both_ways, dialled, explain, info, link, links, statistics
+from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
+
+OLD_MAJOR: Final = 10
+
+
+def offers(world: World, features: list[str]) -> None:
+    """From now on this process has these features."""
+    for module in (handshake, versions):
+        vars(module)["FEATURES"] = features
+
+
+def packets_of(world: World, version: int) -> None:
+    """From now on this process exchanges same-host packets of this version."""
+    vars(rendezvous)["VERSION"] = version
+
+
+def longer(message: wire.Message) -> bytes:
+    """Return a frame with two elements more at the end, as a later version may have."""
+    payload = wire.encode([*msgspec.msgpack.decode(wire.encode(message)), "later", {"x": [1]}])
+    return wire.FRAME_HEADER.pack(len(payload)) + payload
+
+
+class _Later(Stranger):
+    def say(self, *what: bytes | wire.Message) -> None:
+        super().say(*(each if isinstance(each, bytes) else longer(each) for each in what))
+
+
+@pytest.mark.parametrize("over", ["tcp", "shm"])
+def test_unknown_features_and_elements_of_a_dialer_are_ignored(request: pytest.FixtureRequest, over: str) -> None:
+    pair: Pair = request.getfixturevalue(f"{over}_pair")
+    pair.start()
+    pair.prompt.do(make, "kv", Spec(keys=(CacheKey(1, 7, 0),)), 1)
+    with _Later(pair.prompt.port) as stranger:
+        hello: dict[str, Any] = {"features": ["unknown", *FEATURES, "x" * 64], "transport": over}
+        stranger.link(over=over, **hello)
+        stranger.is_served()
+        stranger.say(wire.Resolve(1, False, (Namespace.REQUEST, 7, 0), 0, 0, 1000))
+        assert stranger.hear(wire.Resolved).row == 0
+        (there,) = (each for each in pair.prompt.do(statistics).links if each.remote_cluster_id == 66)
+        assert (there.protocol, there.transport) == (versions.VERSIONS[1], over)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def test_unknown_features_and_elements_of_both_greetings_are_ignored_by_both_sides(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.start(linked=False)
+    kinds: list[str] = []
+
+    def lengthen(message: wire.Message) -> wire.Message | bytes:
+        if not isinstance(message, wire.Greeting):
+            return message
+        kinds.append(type(message).__name__)
+        return longer(message)
+
+    try:
+        prompt.do(offers, [*FEATURES, "of the prompt"])
+        decoder.do(offers, ["of the decoder", *FEATURES])
+        with Relay(("127.0.0.1", prompt.port or 0), (Rewriter(lengthen), Rewriter(lengthen))) as relay:
+            assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
+            bytes_move_both_ways(prompt, decoder)
+            assert kinds == ["Hello", "Welcome"]
+            spoken = [prompt.do(features_with, 2), decoder.do(features_with, 1)]
+        assert spoken == [set(FEATURES)] * 2
+    finally:
+        for end in (prompt, decoder):
+            end.do(offers, FEATURES)
+
+
+def features_with(world: World, peer: int) -> set[str]:
+    return set(world.probe.engine.links.get(peer).spoken.features)
+
+
+@pytest.mark.parametrize("lacking", ["nobody", "dialer", "listener"])
+def test_a_peer_without_reads_by_key_is_asked_where_each_row_is(tcp_pair: Pair, lacking: str) -> None:
+    prompt, decoder = tcp_pair.start(linked=False)
+    asked: list[wire.Resolve] = []
+
+    def count(message: wire.Message) -> wire.Message:
+        asked.extend([message] if isinstance(message, wire.Resolve) else [])
+        return message
+
+    lacks = {"dialer": decoder, "listener": prompt}.get(lacking)
+    try:
+        if lacks is not None:
+            lacks.do(offers, [])
+        with Relay(("127.0.0.1", prompt.port or 0), (Rewriter(count), Rewriter(lambda each: each))) as relay:
+            assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
+            keys = tuple(CacheKey(1, number) for number in range(10, 14))
+            source = prompt.do(make, "kv", Spec(keys=keys), 1)
+            target = decoder.do(make, "kv", Spec(), 2)
+            for row, key in enumerate(keys):
+                decoder.do(call, "pull_cache", key, Use("kv"), 7 - row)
+                target = moved(target, source, [(7 - row, row)])
+            same_bytes(decoder.do(show, "kv"), target)
+            same_bytes(prompt.do(show, "kv"), source)
+        assert len(asked) == (1 if lacks is None else len(keys))  # the first pull is always resolved
+    finally:
+        if lacks is not None:
+            lacks.do(offers, FEATURES)
+
+
+# --- another wire major -----------------------------------------------------------------------------------------------
+
+
+def of_major(major: int, purpose: int) -> bytes:
+    """Return the preamble of a build with this wire major."""
+    return preamble(purpose)[:8] + struct.pack(">HH", major, purpose)
+
+
+@pytest.mark.parametrize("major", [0, OLD_MAJOR, WIRE_MAJOR + 1, 0xFFFF])
+def test_dialers_of_another_wire_major_are_told_so_and_the_log_says_it(
+    end: LocalEnd, caplog: pytest.LogCaptureFixture, major: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    text = f"the dialer's wire major is {major}, the listener's {WIRE_MAJOR}: install releases next to each other"
+    for number, purpose in enumerate((0, 1, 2), 1):
+        with Stranger(end.port) as stranger:
+            stranger.say(of_major(major, purpose) + (b"\0\0\0\1\xc0" if purpose == 0 else b""))
+            if purpose == 0:
+                refused = stranger.hear(wire.Refused)
+                assert (refused.code, refused.text) == (LLMStatusCode.LLM_LINK_FAILED, text)
+            assert stranger.is_hung_up_on()
+        said = [each.getMessage() for each in caplog.records if text in each.getMessage()]
+        assert len(said) == number
+    assert of_major(WIRE_MAJOR, 0) == wire.CONTROL_PREAMBLE
+    assert of_major(WIRE_MAJOR, 1) == LANE_PREAMBLE
+    assert end.do(links) == {}
+
+
+@pytest.mark.parametrize(
+    ("waits", "secure", "text"),
+    [
+        (True, False, "LinkRefused: {}: the peer closed the connection in the handshake{}"),
+        (False, False, "LinkRefused: {}: cannot handshake: Connection reset by peer{}"),
+        (True, True, "AuthFailed: {}: not authenticated: the peer closed the connection: it rejected {}"),
+    ],
+)
+def test_a_listener_of_an_older_wire_major_is_named_as_the_possible_reason(
+    end: LocalEnd, tmp_path: Path, waits: bool, secure: bool, text: str
+) -> None:
+    """It reads a preamble that is not its own, and closes: with a reset if more is there already."""
+
+    def hangs_up(sock: socket.socket) -> None:
+        assert sock.recv(wire.PREAMBLE_BYTES, socket.MSG_WAITALL) != of_major(OLD_MAJOR, 0)
+        if waits:
+            sock.recv(1 << 16)
+        sock.close()
+        raise ConnectionAbortedError
+
+    end.start("DECODER", 2, extra=secret_file(tmp_path / "secrets", a=b"a" * 32) if secure else {})
+    rest = "this instance's credentials, has none, or is" if secure else "; is it another program, or"
+    with listener(hangs_up) as port:
+        said = end.do(dialled, port)
+    assert said.rstrip("?") == text.format(f"link to 127.0.0.1:{port}", f"{rest} a release before 0.2.0")
+
+
+# --- another rendezvous -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_builds_with_other_same_host_packets_link_over_tcp_or_say_why_not(shm_pair: Pair, forced: bool) -> None:
+    extra: dict[str, Any] = {"llm.Transport": "shm" if forced else "auto"}
+    prompt, decoder = shm_pair.start(linked=False, extra=extra)
+    here = rendezvous.VERSION
+    why = f"same-host packets of version {here + 1} are not understood here, only {here}"
+    try:
+        decoder.do(packets_of, here + 1)
+        text = decoder.do(dialled, prompt.port)
+        if forced:
+            assert text.startswith("LinkRefused: link to 127.0.0.1:")
+            assert "llm.Transport='shm' cannot reach the peer: not shm: " in text
+            assert why in text
+            assert (prompt.do(links), decoder.do(links)) == ({}, {})
+            return
+        assert text == ""
+        reports = decoder.do(explain, 1), prompt.do(explain, 2)
+        assert [each.transport for each in reports] == ["tcp", "tcp"]
+        assert why in reports[0].reason
+        assert "not shm: no same-host rendezvous was made" in reports[1].reason
+        bytes_move_both_ways(prompt, decoder)
+    finally:
+        decoder.do(packets_of, here)
