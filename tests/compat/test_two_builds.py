@@ -1,0 +1,227 @@
+"""Two builds of this library, a prompt's and a decoder's: what users do with a link, over every transport between
+processes, every byte compared; what one of them lacks; and builds that have no version in common."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
+from llm_datadist._links.versions import FEATURES, VERSIONS
+from llm_datadist._transport.nixl_agent import installed
+from llm_datadist.errors import CacheNotFound, GrantEnded
+from tests.compat import words
+from tests.compat.builds import NEXT, REFUSED
+from tests.compat.conftest import THIS, Born
+from tests.support.authority import secret_file
+from tests.support.ends import End
+from tests.support.grants import LONG, claim, grant, pull, pull_claimed, tell
+from tests.support.layers import OK, keyed, make_both, raw, received, send
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, link_number, linked, lose
+from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.pairs import Pair, pairs
+
+pair = pairs("shm", "cma", "tcp", "nixl")
+tcp = pairs("tcp")
+PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+KEYS = tuple(CacheKey(1, 10 + row) for row in range(8))
+
+
+def started(pair: Pair, **settings: object) -> None:
+    """Both ends, linked over this transport, in the newest language of both."""
+    if pair.transport == "nixl" and not installed():
+        pytest.skip("NIXL is not installed: make test-compat")
+    pair.start(**settings)
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert end.do(words.told, peer, "transport") == pair.transport
+        assert end.do(words.told, peer, "protocol") == VERSIONS[1]
+
+
+def pulls(pair: Pair) -> None:
+    """Blocks, both ways, whatever side owns them."""
+    started(pair)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def pushes(pair: Pair) -> None:
+    """Blocks by key, and rows by cache id, both ways."""
+    started(pair, rca=True)
+    for here, there in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        for spec, verb, args, pairs_ in (
+            (Spec(blocks=True), "push_blocks", ([1, 2, 5], [4, 0, 7]), [(4, 1), (0, 2), (7, 5)]),
+            (Spec(), "push_cache", (3,), [(6, 3)]),
+        ):
+            name = f"{verb} of {here.cluster_id}"
+            target, source = there.do(make, name, spec, 1), here.do(make, name, spec, 2)
+            row = 6 if verb == "push_cache" else 0
+            key = CacheKeyByIdAndIndex(there.cluster_id, there.do(cache_id, name), row)
+            here.do(call, verb, key, Use(name), *args)
+            same_bytes(there.do(show, name), moved(target, source, pairs_))
+            same_bytes(here.do(show, name), source)
+
+
+def keys(pair: Pair) -> None:
+    """A pull by key consumes it; the next one finds nothing."""
+    started(pair)
+    source = pair.prompt.do(make, "kv", Spec(keys=KEYS), 1)
+    before = pair.decoder.do(make, "kv", Spec(), 2)
+    for row, key in enumerate(KEYS[:4]):
+        pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
+    same_bytes(pair.decoder.do(show, "kv"), moved(before, source, [(row, row) for row in range(4)]))
+    same_bytes(pair.prompt.do(show, "kv"), source)
+    with pytest.raises(CacheNotFound):
+        pair.decoder.do(call, "pull_cache", KEYS[0], Use("kv"), 7)
+
+
+def grants(pair: Pair) -> None:
+    """A grant that travels as bytes, one that is claimed, and the end of both."""
+    started(pair)
+    source, before = pair.prompt.do(make, "kv", PAGED, 1), pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    data = pair.prompt.do(grant, [1, 2], LONG)
+    pair.decoder.do(pull, data, [2, 1], [0, 5])
+    token = b"a token of bytes"
+    pair.prompt.do(grant, [3, 4], LONG, "kv", token)
+    pair.decoder.do(claim, token)
+    pair.decoder.do(pull_claimed, [4], [6])
+    same_bytes(pair.decoder.do(show, "kv"), moved(before, source, [(0, 2), (5, 1), (6, 4)]))
+    pair.decoder.do(tell, "claimed", "release")
+    wait_until(lambda: bool(pair.prompt.do(tell, token.hex(), "released")))
+    with pytest.raises(GrantEnded):
+        pair.decoder.do(pull_claimed, [3], [7])
+
+
+def layers_by_key(pair: Pair) -> None:
+    started(pair, rca=True)
+    layers(pair, lambda receiver: keyed(receiver, "kv", range(2), row=2, dst_row=5))
+
+
+def layers_by_address(pair: Pair) -> None:
+    started(pair)
+    layers(pair, lambda receiver: raw(receiver, "kv", row=2, offset=5 * 48))
+
+
+def layers(pair: Pair, config: Callable[[End], object]) -> None:
+    """Row 2 goes to row 5 layer by layer, both ways."""
+    for sender, receiver in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        target, source = make_both(receiver, sender, Spec(), Spec())
+        outcome = sender.do(send, "kv", [config(receiver)])
+        assert (outcome.results, outcome.first) == ([OK], OK), outcome
+        same_bytes(received(receiver), moved(target, source, [(5, 2)]))
+        same_bytes(received(sender), source)
+        for end in (sender, receiver):
+            end.do(forget, "kv")
+
+
+def checksums(pair: Pair) -> None:
+    """What was pulled is compared with what the peer has."""
+    started(pair, extra={"llm.Checksum": "1"})
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert end.do(words.told, peer, "verified_bytes") == 4 * 2 * 48
+
+
+def authentication(pair: Pair, folder: Path) -> None:
+    """An authenticated link, which is authenticated again while it lives."""
+    secret = secret_file(folder / "secrets", only=b"s" * 32)
+    plaintext = {"llm.NixlPlaintext": "1"} if pair.transport == "nixl" else {}
+    started(pair, extra=secret | plaintext | {"llm.MaxLinkAge": "1"})
+    number = pair.decoder.do(link_number, 1)
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert end.do(words.told, peer, "sealed")
+        first = end.do(words.told, peer, "authenticated_at")
+        wait_until(lambda end=end, peer=peer, first=first: end.do(words.told, peer, "authenticated_at") > first)  # type: ignore[misc]
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    assert pair.decoder.do(link_number, 1) == number
+
+
+def reconnect(pair: Pair) -> None:
+    """A lost link is dialled again, by itself; the sides prove that they have met."""
+    started(pair)
+    for end, peer in ((pair.decoder, 1), (pair.prompt, 2)):
+        before = end.do(link_number, peer)
+        end.do(lose, peer)
+        wait_until(lambda end=end, peer=peer, before=before: end.do(link_number, peer) > before)  # type: ignore[misc]
+        wait_until(lambda: linked(pair.prompt, pair.decoder))
+        assert end.do(words.told, peer, "protocol") == VERSIONS[1]
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+SCENES: list[Callable[[Pair], None]] = [
+    pulls,
+    pushes,
+    keys,
+    grants,
+    layers_by_key,
+    layers_by_address,
+    checksums,
+    reconnect,
+]
+
+
+@pytest.mark.usefixtures("children")
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_every_byte_arrives_between_two_builds(pair: Pair, scene: Callable[[Pair], None]) -> None:
+    scene(pair)
+
+
+@pytest.mark.usefixtures("children")
+def test_a_link_of_two_builds_is_authenticated_and_again(pair: Pair, tmp_path: Path) -> None:
+    authentication(pair, tmp_path)
+
+
+def test_a_build_without_reads_by_key_is_asked_for_each_place(
+    tcp: Pair, children: object, request: pytest.FixtureRequest
+) -> None:
+    """Beside a build that has the feature one question is enough; unknown features of it change nothing."""
+    started(tcp)
+    source = tcp.prompt.do(make, "kv", Spec(keys=KEYS), 1)
+    before = tcp.decoder.do(make, "kv", Spec(), 2)
+    tcp.prompt.do(words.count_resolves)
+    for row, key in enumerate(KEYS):
+        tcp.decoder.do(call, "pull_cache", key, Use("kv"), row)
+    same_bytes(tcp.decoder.do(show, "kv"), moved(before, source, [(row, row) for row in range(8)]))
+    plain = "plain" in request.node.callspec.params["children"]
+    assert FEATURES
+    assert tcp.prompt.do(words.resolves) == (len(KEYS) if plain else 1)
+
+
+@pytest.mark.parametrize("builds", [("far", THIS), (THIS, "far")], ids=["far-listens", "far-dials"])
+def test_builds_without_a_common_version_refuse_each_other_and_both_name_both_ranges(
+    born: Born, builds: tuple[str, str]
+) -> None:
+    prompt, decoder = born(builds[0], "prompt"), born(builds[1], "decoder")
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    decoder.start("DECODER", 2)
+    prompt.do(words.listen_to_log)
+    assert prompt.port is not None
+    status, text = decoder.do(words.dial, 1, prompt.port)
+    ranges = {THIS: f"{VERSIONS[0]} to {VERSIONS[1]}", "far": f"{NEXT} to {NEXT}"}
+    parts = ["no common protocol version", f"{ranges[builds[0]]} at cluster 1", f"{ranges[builds[1]]} at cluster 2"]
+    assert status == LLMStatusCode.LLM_LINK_FAILED.name
+    assert [part for part in parts if part not in text] == [], text
+    wait_until(lambda: any("handshake" in line for line in prompt.do(words.logged)))
+    (line,) = (line for line in prompt.do(words.logged) if "handshake" in line)
+    assert [part for part in parts if part not in line] == [], line
+    for end in (decoder, prompt):
+        assert end.do(words.links) == 0
+        end.stop()
+        end.close()
+
+
+@pytest.mark.parametrize("role", ["dials", "listens"])
+@pytest.mark.parametrize("release", REFUSED)
+def test_a_release_whose_greetings_cannot_be_read_is_refused_readably(born: Born, release: str, role: str) -> None:
+    """The line of this end says that the peer's build is another one, and not merely that it hung up."""
+    this, other = born(THIS), born(release)
+    listener, dialer = (this, other) if role == "dials" else (other, this)
+    listener.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    dialer.start("DECODER", 2)
+    this.do(words.listen_to_log)
+    assert dialer.do(link, [info(1, listener.port)]) != SUCCESS
+    wait_until(lambda: any("cluster 1" in line or "handshake" in line for line in this.do(words.logged)))
+    lines = " ".join(this.do(words.logged))
+    assert "wire major" in lines, lines
+    assert "install releases next to each other" in lines, lines
+    for end in (dialer, listener):
+        end.stop()
+        end.close()
