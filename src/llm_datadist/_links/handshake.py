@@ -40,7 +40,7 @@ from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
 from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
 from llm_datadist._log import logger, named
 from llm_datadist._transport import instances
-from llm_datadist._transport.address import DialledSocket, new_socket, other_build, read_exactly, resolve
+from llm_datadist._transport.address import WIRE_MAJOR, DialledSocket, new_socket, other_build, read_exactly, resolve
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -66,6 +66,8 @@ _MAX_GREETINGS_OF_ONE_ADDRESS: Final = 64
 #: So many may be a new peer's, for its transport.
 _FEW_SILENT: Final = 16
 _ACCEPT_PAUSE_SECONDS: Final = 1.0
+#: A peer that can read no greeting cannot say so.
+_UNHEARD: Final = f"perhaps its wire major is not {WIRE_MAJOR}: install releases next to each other"
 #: The only message to a rejected peer.
 _NOT_AUTHENTICATED: Final = Refused(
     int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
@@ -206,12 +208,13 @@ class _BlockingFrames(DialledSocket):
         except LinkRefused as error:
             if self.tls is None or self._heard:
                 raise
-            raise AuthFailed(str(error)) from None
+            raise AuthFailed(f"{error}; {_UNHEARD}") from None
         if data:
             return data
         if self.tls is None or self._heard:
             raise LinkRefused(f"{self.what}: the peer closed the connection in the handshake", phase="handshake")
-        raise AuthFailed("the peer closed the connection: it rejected this instance's credentials, or has none")
+        text = "the peer closed the connection: it rejected this instance's credentials, or has none"
+        raise AuthFailed(f"{text}; {_UNHEARD}")
 
     def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
         return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
@@ -228,6 +231,10 @@ class _BlockingFrames(DialledSocket):
             return _expect(kind, message)
         except ProtocolError as error:
             raise LinkRefused(f"{self.what}: it does not speak this protocol: {error}") from error
+        except LinkRefused as error:
+            if self._heard:
+                raise
+            raise LinkRefused(f"{error}; {_UNHEARD}", phase="handshake") from error
         except AuthFailed as error:
             raise self._not_authenticated(error) from None
 
