@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.builds import SPEAKING, made
+from tests.compat.builds import RELEASES, SPEAKING, made
 from tests.support.ends import ChildEnd
 from tests.support.source import ROOT
 
@@ -34,7 +34,7 @@ def born(tmp_path_factory: pytest.TempPathFactory) -> Born:
     def start(build: str, name: str = "") -> ChildEnd:
         if build not in folders:
             folders[build] = made(build, folder)
-        return ChildEnd(name or build, fresh=True, build=folders[build])
+        return ChildEnd(name or build, fresh=build in {each.name for each in RELEASES}, build=folders[build])
 
     return start
 

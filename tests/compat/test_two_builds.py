@@ -17,8 +17,8 @@ from tests.support.authority import secret_file
 from tests.support.ends import End
 from tests.support.grants import LONG, claim, grant, pull, pull_claimed, tell
 from tests.support.layers import OK, keyed, make_both, raw, received, send
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, link_number, linked, lose
-from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, same_bytes, show, wait_until
+from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, link_number, linked, links, lose
+from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, moved, same_bytes, wait_until
 from tests.support.pairs import Pair, pairs
 
 pair = pairs("shm", "cma", "tcp", "nixl")
@@ -47,28 +47,27 @@ def pushes(pair: Pair) -> None:
     """Blocks by key, and rows by cache id, both ways."""
     started(pair, rca=True)
     for here, there in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
-        for spec, verb, args, pairs_ in (
-            (Spec(blocks=True), "push_blocks", ([1, 2, 5], [4, 0, 7]), [(4, 1), (0, 2), (7, 5)]),
-            (Spec(), "push_cache", (3,), [(6, 3)]),
+        for verb, paged, args, row, moves in (
+            ("push_blocks", True, ([1, 2, 5], [4, 0, 7]), 0, [(4, 1), (0, 2), (7, 5)]),
+            ("push_cache", False, (3,), 6, [(6, 3)]),
         ):
-            name = f"{verb} of {here.cluster_id}"
-            target, source = there.do(make, name, spec, 1), here.do(make, name, spec, 2)
-            row = 6 if verb == "push_cache" else 0
-            key = CacheKeyByIdAndIndex(there.cluster_id, there.do(cache_id, name), row)
-            here.do(call, verb, key, Use(name), *args)
-            same_bytes(there.do(show, name), moved(target, source, pairs_))
-            same_bytes(here.do(show, name), source)
+            target, source = make_both(there, here, Spec(blocks=paged), Spec(blocks=paged))
+            key = CacheKeyByIdAndIndex(there.cluster_id, there.do(cache_id, "kv"), row)
+            here.do(call, verb, key, Use("kv"), *args)
+            same_bytes(received(there), moved(target, source, moves))
+            same_bytes(received(here), source)
+            for end in (here, there):
+                end.do(forget, "kv")
 
 
 def keys(pair: Pair) -> None:
     """A pull by key consumes it; the next one finds nothing."""
     started(pair)
-    source = pair.prompt.do(make, "kv", Spec(keys=KEYS), 1)
-    before = pair.decoder.do(make, "kv", Spec(), 2)
-    for row, key in enumerate(KEYS[:4]):
-        pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
-    same_bytes(pair.decoder.do(show, "kv"), moved(before, source, [(row, row) for row in range(4)]))
-    same_bytes(pair.prompt.do(show, "kv"), source)
+    before, source = make_both(pair.decoder, pair.prompt, Spec(), Spec(keys=KEYS))
+    for row in range(4):
+        pair.decoder.do(call, "pull_cache", KEYS[row], Use("kv"), row)
+    same_bytes(received(pair.decoder), moved(before, source, [(row, row) for row in range(4)]))
+    same_bytes(received(pair.prompt), source)
     with pytest.raises(CacheNotFound):
         pair.decoder.do(call, "pull_cache", KEYS[0], Use("kv"), 7)
 
@@ -76,14 +75,14 @@ def keys(pair: Pair) -> None:
 def grants(pair: Pair) -> None:
     """A grant that travels as bytes, one that is claimed, and the end of both."""
     started(pair)
-    source, before = pair.prompt.do(make, "kv", PAGED, 1), pair.decoder.do(make, "kv", Spec(blocks=True), 2)
+    before, source = make_both(pair.decoder, pair.prompt, Spec(blocks=True), PAGED)
     data = pair.prompt.do(grant, [1, 2], LONG)
     pair.decoder.do(pull, data, [2, 1], [0, 5])
     token = b"a token of bytes"
     pair.prompt.do(grant, [3, 4], LONG, "kv", token)
     pair.decoder.do(claim, token)
     pair.decoder.do(pull_claimed, [4], [6])
-    same_bytes(pair.decoder.do(show, "kv"), moved(before, source, [(0, 2), (5, 1), (6, 4)]))
+    same_bytes(received(pair.decoder), moved(before, source, [(0, 2), (5, 1), (6, 4)]))
     pair.decoder.do(tell, "claimed", "release")
     wait_until(lambda: bool(pair.prompt.do(tell, token.hex(), "released")))
     with pytest.raises(GrantEnded):
@@ -120,20 +119,6 @@ def checksums(pair: Pair) -> None:
         assert end.do(words.told, peer, "verified_bytes") == 4 * 2 * 48
 
 
-def authentication(pair: Pair, folder: Path) -> None:
-    """An authenticated link, which is authenticated again while it lives."""
-    secret = secret_file(folder / "secrets", only=b"s" * 32)
-    plaintext = {"llm.NixlPlaintext": "1"} if pair.transport == "nixl" else {}
-    started(pair, extra=secret | plaintext | {"llm.MaxLinkAge": "1"})
-    number = pair.decoder.do(link_number, 1)
-    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
-        assert end.do(words.told, peer, "sealed")
-        first = end.do(words.told, peer, "authenticated_at")
-        wait_until(lambda end=end, peer=peer, first=first: end.do(words.told, peer, "authenticated_at") > first)  # type: ignore[misc]
-    bytes_move_both_ways(pair.prompt, pair.decoder)
-    assert pair.decoder.do(link_number, 1) == number
-
-
 def reconnect(pair: Pair) -> None:
     """A lost link is dialled again, by itself; the sides prove that they have met."""
     started(pair)
@@ -166,7 +151,16 @@ def test_every_byte_arrives_between_two_builds(pair: Pair, scene: Callable[[Pair
 
 @pytest.mark.usefixtures("children")
 def test_a_link_of_two_builds_is_authenticated_and_again(pair: Pair, tmp_path: Path) -> None:
-    authentication(pair, tmp_path)
+    secret = secret_file(tmp_path / "secrets", only=b"s" * 32)
+    plaintext = {"llm.NixlPlaintext": "1"} if pair.transport == "nixl" else {}
+    started(pair, extra=secret | plaintext | {"llm.MaxLinkAge": "1"})
+    number = pair.decoder.do(link_number, 1)
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert end.do(words.told, peer, "sealed")
+        first = end.do(words.told, peer, "authenticated_at")
+        wait_until(lambda end=end, peer=peer, first=first: end.do(words.told, peer, "authenticated_at") > first)  # type: ignore[misc]
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    assert pair.decoder.do(link_number, 1) == number
 
 
 def test_a_build_without_reads_by_key_is_asked_for_each_place(
@@ -174,12 +168,11 @@ def test_a_build_without_reads_by_key_is_asked_for_each_place(
 ) -> None:
     """Beside a build that has the feature one question is enough; unknown features of it change nothing."""
     started(tcp)
-    source = tcp.prompt.do(make, "kv", Spec(keys=KEYS), 1)
-    before = tcp.decoder.do(make, "kv", Spec(), 2)
+    before, source = make_both(tcp.decoder, tcp.prompt, Spec(), Spec(keys=KEYS))
     tcp.prompt.do(words.count_resolves)
     for row, key in enumerate(KEYS):
         tcp.decoder.do(call, "pull_cache", key, Use("kv"), row)
-    same_bytes(tcp.decoder.do(show, "kv"), moved(before, source, [(row, row) for row in range(8)]))
+    same_bytes(received(tcp.decoder), moved(before, source, [(row, row) for row in range(8)]))
     plain = "plain" in request.node.callspec.params["children"]
     assert FEATURES
     assert tcp.prompt.do(words.resolves) == (len(KEYS) if plain else 1)
@@ -203,7 +196,7 @@ def test_builds_without_a_common_version_refuse_each_other_and_both_name_both_ra
     (line,) = (line for line in prompt.do(words.logged) if "handshake" in line)
     assert [part for part in parts if part not in line] == [], line
     for end in (decoder, prompt):
-        assert end.do(words.links) == 0
+        assert end.do(links) == {}
         end.stop()
         end.close()
 

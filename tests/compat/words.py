@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.errors import CacheNotFound, LLMException, NotLinked, PeerLost
 from llm_datadist.views import tensor_views
-from tests.support.world import World
+from tests.support.world import World, cluster_info
 
 BLOCKS: Final = 16
 STRIDE: Final = 4096
@@ -25,21 +25,13 @@ OF_VERSIONS: Final = ("protocol version", "wire major")
 
 def dial(world: World, cluster_id: int, port: int) -> tuple[str, str]:
     """Link to a peer; return the name of the status, and why."""
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = cluster_id
-    cluster.append_local_ip_info("127.0.0.1", 0)
-    cluster.append_remote_ip_info("127.0.0.1", port)
-    _, (code,) = world.dd.link_clusters([cluster], 10_000)
+    _, (code,) = world.dd.link_clusters([cluster_info(cluster_id, port)], 10_000)
     return code.name, str(getattr(code, "error", None) or "")
 
 
 def told(world: World, peer: int, name: str) -> Any:
     """Return one attribute of what the end says of a link."""
     return getattr(world.dd.explain(peer), name)
-
-
-def links(world: World) -> int:
-    return len(world.dd.statistics().links)
 
 
 def listen_to_log(world: World) -> None:
@@ -125,7 +117,7 @@ class Judge:
         cache = self._world.cm.allocate_blocks_cache(_KIND)
         here, there = _bytes(cache), contents(self._prompt[0])
         random = np.random.default_rng()
-        while not self.over.is_set():
+        while not self.over.wait(0.005):  # so that restarts have the processor too
             src, dst = (random.permutation(BLOCKS)[:6].tolist() for _ in range(2))
             for tensor in here:
                 tensor[:] = 0xEE

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,11 @@ from tests.support.world import World, make_config, residue_of, settled_of
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
 R = TypeVar("R")
+
+
+@cache
+def _nursery_of(build: Path) -> Nursery:
+    return NURSERY if build == ROOT else Nursery(build)
 
 
 class End:
@@ -66,7 +72,7 @@ class ChildEnd(End):
         environment = os.environ | (PATHS if build == ROOT else {"PYTHONPATH": str(build)})
         ours, theirs = socket.socketpair()
         with theirs:
-            forked = None if fresh or inside or build != ROOT else NURSERY.fork(name, theirs, environment)
+            forked = None if fresh or inside else _nursery_of(build).fork(name, theirs, environment)
             self.process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
                 [*inside, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
