@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.compat.builds import RELEASES, SPEAKING, made
+from tests.compat.builds import RELEASES, made, releases
 from tests.support.ends import ChildEnd
 from tests.support.source import ROOT
 
@@ -18,10 +18,8 @@ Born = Callable[..., ChildEnd]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is in this folder in other runs."""
-    if os.environ.get("LLM_DATADIST_COMPAT") == "required":
-        return
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if os.environ.get("LLM_DATADIST_COMPAT") != "required" and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.skip(reason="two builds: make test-compat"))
 
 
@@ -31,23 +29,20 @@ def born(tmp_path_factory: pytest.TempPathFactory) -> Born:
     folder = tmp_path_factory.mktemp("builds")
     folders = {THIS: ROOT}
 
-    def start(build: str, name: str = "") -> ChildEnd:
+    def start(build: str) -> ChildEnd:
         if build not in folders:
             folders[build] = made(build, folder)
-        return ChildEnd(name or build, fresh=build in {each.name for each in RELEASES}, build=folders[build])
+        return ChildEnd(build, fresh=build in RELEASES, build=folders[build])
 
     return start
 
 
 @pytest.fixture(
     scope="module",
-    params=[each for other in ("newer", "plain", *SPEAKING) for each in ((other, THIS), (THIS, other))],
+    params=[each for other in ("newer", "plain", *releases("speaks")) for each in ((other, THIS), (THIS, other))],
     ids=lambda builds: f"{builds[0]}-prompt-{builds[1]}-decoder",
 )
 def children(request: pytest.FixtureRequest, born: Born) -> Iterator[tuple[ChildEnd, ChildEnd]]:
     """A prompt and a decoder of two builds, for all tests of a file."""
-    with ExitStack() as ending:
-        prompt, decoder = ends = born(request.param[0], "prompt"), born(request.param[1], "decoder")
-        for end in ends:
-            ending.callback(end.close)
+    with closing(born(request.param[0])) as prompt, closing(born(request.param[1])) as decoder:
         yield prompt, decoder

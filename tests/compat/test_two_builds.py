@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist._links.versions import FEATURES, VERSIONS
+from llm_datadist._links.versions import VERSIONS
 from llm_datadist._transport.nixl_agent import installed
 from llm_datadist.errors import CacheNotFound, GrantEnded
 from tests.compat import words
-from tests.compat.builds import NEXT, REFUSED
+from tests.compat.builds import NEXT, releases
 from tests.compat.conftest import THIS, Born
 from tests.support.authority import secret_file
 from tests.support.ends import End
 from tests.support.grants import LONG, claim, grant, pull, pull_claimed, tell
 from tests.support.layers import OK, keyed, make_both, raw, received, send
-from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, link_number, linked, links, lose
+from tests.support.linking import bytes_move_both_ways, info, link, link_number, linked, links, lose
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, moved, same_bytes, wait_until
 from tests.support.pairs import Pair, pairs
 
@@ -32,9 +32,9 @@ def started(pair: Pair, **settings: object) -> None:
     if pair.transport == "nixl" and not installed():
         pytest.skip("NIXL is not installed: make test-compat")
     pair.start(**settings)
+    newest = min(end.do(words.newest) for end in (pair.prompt, pair.decoder))
     for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
-        assert end.do(words.told, peer, "transport") == pair.transport
-        assert end.do(words.told, peer, "protocol") == VERSIONS[1]
+        assert (end.do(words.told, peer, "transport"), end.do(words.told, peer, "protocol")) == (pair.transport, newest)
 
 
 def pulls(pair: Pair) -> None:
@@ -127,20 +127,10 @@ def reconnect(pair: Pair) -> None:
         end.do(lose, peer)
         wait_until(lambda end=end, peer=peer, before=before: end.do(link_number, peer) > before)  # type: ignore[misc]
         wait_until(lambda: linked(pair.prompt, pair.decoder))
-        assert end.do(words.told, peer, "protocol") == VERSIONS[1]
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-SCENES: list[Callable[[Pair], None]] = [
-    pulls,
-    pushes,
-    keys,
-    grants,
-    layers_by_key,
-    layers_by_address,
-    checksums,
-    reconnect,
-]
+SCENES = (pulls, pushes, keys, grants, layers_by_key, layers_by_address, checksums, reconnect)
 
 
 @pytest.mark.usefixtures("children")
@@ -173,48 +163,42 @@ def test_a_build_without_reads_by_key_is_asked_for_each_place(
     for row, key in enumerate(KEYS):
         tcp.decoder.do(call, "pull_cache", key, Use("kv"), row)
     same_bytes(received(tcp.decoder), moved(before, source, [(row, row) for row in range(8)]))
-    plain = "plain" in request.node.callspec.params["children"]
-    assert FEATURES
-    assert tcp.prompt.do(words.resolves) == (len(KEYS) if plain else 1)
+    lacking = "plain" in request.node.callspec.params["children"]
+    assert tcp.prompt.do(words.resolves) == (len(KEYS) if lacking else 1)
 
 
-@pytest.mark.parametrize("builds", [("far", THIS), (THIS, "far")], ids=["far-listens", "far-dials"])
-def test_builds_without_a_common_version_refuse_each_other_and_both_name_both_ranges(
-    born: Born, builds: tuple[str, str]
-) -> None:
-    prompt, decoder = born(builds[0], "prompt"), born(builds[1], "decoder")
+def refusal(born: Born, builds: tuple[str, str]) -> list[str]:
+    """Have the second build dial the first, in vain; return what each of them logs."""
+    prompt, decoder = ends = [born(each) for each in builds]
     prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
     decoder.start("DECODER", 2)
-    prompt.do(words.listen_to_log)
-    assert prompt.port is not None
-    status, text = decoder.do(words.dial, 1, prompt.port)
-    ranges = {THIS: f"{VERSIONS[0]} to {VERSIONS[1]}", "far": f"{NEXT} to {NEXT}"}
-    parts = ["no common protocol version", f"{ranges[builds[0]]} at cluster 1", f"{ranges[builds[1]]} at cluster 2"]
-    assert status == LLMStatusCode.LLM_LINK_FAILED.name
-    assert [part for part in parts if part not in text] == [], text
-    wait_until(lambda: any("handshake" in line for line in prompt.do(words.logged)))
-    (line,) = (line for line in prompt.do(words.logged) if "handshake" in line)
-    assert [part for part in parts if part not in line] == [], line
-    for end in (decoder, prompt):
+    for end in ends:
+        end.do(words.listen_to_log)
+    assert decoder.do(link, [info(1, prompt.port)])[0] is LLMStatusCode.LLM_LINK_FAILED
+    wait_until(lambda: all(end.do(words.logged) for end in ends))
+    texts = [" ".join(end.do(words.logged)) for end in ends]
+    for end in reversed(ends):
         assert end.do(links) == {}
         end.stop()
         end.close()
+    return texts
 
 
-@pytest.mark.parametrize("role", ["dials", "listens"])
-@pytest.mark.parametrize("release", REFUSED)
+@pytest.mark.parametrize("builds", [("far", THIS), (THIS, "far")], ids=["far-listens", "far-dials"])
+def test_builds_without_a_common_version_are_refused_and_both_name_both_ranges(
+    born: Born, builds: tuple[str, str]
+) -> None:
+    ranges = {THIS: f"{VERSIONS[0]} to {VERSIONS[1]}", "far": f"{NEXT} to {NEXT}"}
+    parts = ["no common protocol version", f"{ranges[builds[0]]} at cluster 1", f"{ranges[builds[1]]} at cluster 2"]
+    for text in refusal(born, builds):
+        assert [part for part in parts if part not in text] == [], text
+
+
+@pytest.mark.parametrize("role", ["listens", "dials"])
+@pytest.mark.parametrize("release", releases("refused"))
 def test_a_release_whose_greetings_cannot_be_read_is_refused_readably(born: Born, release: str, role: str) -> None:
-    """The line of this end says that the peer's build is another one, and not merely that it hung up."""
-    this, other = born(THIS), born(release)
-    listener, dialer = (this, other) if role == "dials" else (other, this)
-    listener.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
-    dialer.start("DECODER", 2)
-    this.do(words.listen_to_log)
-    assert dialer.do(link, [info(1, listener.port)]) != SUCCESS
-    wait_until(lambda: any("cluster 1" in line or "handshake" in line for line in this.do(words.logged)))
-    lines = " ".join(this.do(words.logged))
-    assert "wire major" in lines, lines
-    assert "install releases next to each other" in lines, lines
-    for end in (dialer, listener):
-        end.stop()
-        end.close()
+    """This end says that the peer's build is another one, and not merely that it hung up."""
+    builds = (release, THIS) if role == "listens" else (THIS, release)
+    text = refusal(born, builds)[builds.index(THIS)]
+    assert "wire major" in text, text
+    assert "install releases next to each other" in text, text

@@ -1,10 +1,11 @@
 """What the tests with two builds send to an end. All ends have this text, whatever their build: it
-asks what is public; :func:`count_resolves` is the exception."""
+asks what is public, but for :func:`newest` and :func:`count_resolves`."""
 
 import logging
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
+from logging.handlers import BufferingHandler
 from typing import Any, Final
 
 import numpy as np
@@ -34,21 +35,23 @@ def told(world: World, peer: int, name: str) -> Any:
     return getattr(world.dd.explain(peer), name)
 
 
+def newest(world: World) -> int:
+    """Return the newest version that this build speaks."""
+    from llm_datadist._links.versions import VERSIONS
+
+    return VERSIONS[1]
+
+
 def listen_to_log(world: World) -> None:
     """Keep all that the library logs from now on; :func:`logged` returns it."""
-    kept = world.memory["log"] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            kept.append(record.getMessage())
-
+    world.memory["log"] = handler = BufferingHandler(10_000)
     log = logging.getLogger("LLM_DATADIST")
-    log.handlers = [Kept()]
+    log.handlers = [handler]
     log.setLevel(logging.INFO)
 
 
 def logged(world: World) -> list[str]:
-    return list(world.memory["log"])
+    return [record.getMessage() for record in world.memory["log"].buffer]
 
 
 def count_resolves(world: World) -> None:
@@ -79,13 +82,13 @@ def _bytes(cache: Any) -> list[NDArray[np.uint8]]:
     return [view.reshape(-1).view(np.uint8).reshape(BLOCKS, STRIDE) for view in tensor_views(cache)]
 
 
-def publish(world: World, cluster_id: int, wrong: int = 0) -> None:
-    """Have the cache that all pull from; the last ``wrong`` bytes of a block are not as expected."""
+def publish(world: World, cluster_id: int, spoilt: bool = False) -> None:
+    """Have the cache that all pull from; if ``spoilt``, one byte of a block is not as expected."""
     world.caches["kv"] = cache = world.cm.allocate_blocks_cache(_KIND, BlocksCacheKey(cluster_id, 0))
     for tensor, expected in zip(_bytes(cache), contents(cluster_id), strict=True):
         tensor[:] = expected
-    if wrong:
-        _bytes(cache)[2][0, -wrong:] ^= 1
+    if spoilt:
+        _bytes(cache)[2][0, -1] ^= 1
 
 
 @dataclass
@@ -102,13 +105,14 @@ class Met:
         return Met(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
 
 
-class Judge:
+class Judge(threading.Thread):
     """Pulls from one prompt and compares every byte, until told to stop.
 
     A restarted prompt is for a moment unreachable, then another process without a link, then one without its cache.
     """
 
     def __init__(self, world: World, cluster_id: int, port: int) -> None:
+        super().__init__(name="pulls")
         self.met = Met()
         self.over = threading.Event()
         self._world, self._prompt = world, (cluster_id, port)
@@ -126,11 +130,9 @@ class Judge:
             except LLMException as error:
                 self._judge(error)
                 continue
-            wrong = 0
-            for tensor, source in zip(here, there, strict=True):
-                expected = np.full_like(tensor, 0xEE)
-                expected[dst] = source[src]
-                wrong += int(np.count_nonzero(tensor != expected))
+            expected = np.full_like(there, 0xEE)
+            expected[:, dst] = there[:, src]
+            wrong = sum(int(np.count_nonzero(got != wanted)) for got, wanted in zip(here, expected, strict=True))
             self.met.wrong_bytes += wrong
             self.met.right += not wrong
 
@@ -154,24 +156,23 @@ class Judge:
 
 def pull_all_the_time(world: World, prompts: dict[int, int]) -> None:
     """Link to each of these (cluster id: port), and pull from it in a thread of its own."""
-    judges = world.memory["judges"] = {each: Judge(world, each, port) for each, port in prompts.items()}
-    for each in prompts.items():
-        dial(world, *each)  # what fails is judged by the pulls
-    threads = world.memory["threads"] = [threading.Thread(target=each.run, name="pulls") for each in judges.values()]
-    for thread in threads:
-        thread.start()
+    world.memory["judges"] = {each: Judge(world, each, port) for each, port in prompts.items()}
+    for cluster_id, judge in world.memory["judges"].items():
+        dial(world, cluster_id, prompts[cluster_id])  # what fails is judged by the pulls
+        judge.start()
 
 
 def met(world: World) -> dict[int, Met]:
     """Return what the pulls from each prompt have met so far."""
-    return {cluster_id: each.met for cluster_id, each in world.memory["judges"].items()}
+    return {cluster_id: each.met for cluster_id, each in world.memory.get("judges", {}).items()}
 
 
 def stop_pulling(world: World) -> dict[int, Met]:
-    """Stop; return what the pulls have met."""
-    for each in world.memory["judges"].values():
-        each.over.set()
-    for thread in world.memory["threads"]:
-        thread.join(30)
-        assert not thread.is_alive(), "a pull does not end"
+    """Stop, if this end pulls; return what the pulls have met."""
+    judges: list[Judge] = list(world.memory.get("judges", {}).values())
+    for judge in judges:
+        judge.over.set()
+    for judge in judges:
+        judge.join(30)
+        assert not judge.is_alive(), "a pull does not end"
     return met(world)

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import answer, offer_of, prompts
 from servers import CONNECTORS, Server, Servers
 from tests.compat.builds import made
-from tests.vllm.restarts import references
+from tests.vllm.restarts import ALONE, references
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,13 +29,12 @@ def test_the_tokens_are_those_of_one_server_whichever_side_is_newer(servers: Ser
     asked = [prompts(1, length)[0] for length in (127, 129, 500)]
     expected = references(servers, asked)
     newer = made("newer", tmp_path)
-    alone = ["--no-enable-prefix-caching"]
     for prefill_env, decode_env in (({}, {"PYTHONPATH": str(newer)}), ({"PYTHONPATH": str(newer)}, {})):
         name = "newer decode" if decode_env else "newer prefill"
         ours = CONNECTORS["datadist"]
         started = (
-            servers.start("prefill", ours, name=f"{name}, prefill", cores="0", options=alone, environment=prefill_env),
-            servers.start("decode", ours, name=f"{name}, decode", cores="1", options=alone, environment=decode_env),
+            servers.start("prefill", ours, name=f"{name}, prefill", cores="0", options=ALONE, environment=prefill_env),
+            servers.start("decode", ours, name=f"{name}, decode", cores="1", options=ALONE, environment=decode_env),
         )
         prefill, decode = (each.wait(300) for each in started)
         assert [_uses(each, newer) for each in (prefill, decode)] == [bool(prefill_env), bool(decode_env)]
