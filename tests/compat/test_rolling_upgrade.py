@@ -1,6 +1,7 @@
 """Eight processes that pull from one another all the time, restarted one by one from a build to the next."""
 
 from collections import Counter
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -21,11 +22,13 @@ PULLS = 3
 SECONDS = 200.0
 
 
-class Fleet:
-    """Prompts at ports that stay, and decoders that pull from all of them."""
+class Fleet(AbstractContextManager["Fleet"]):
+    """Prompts at ports that stay, and decoders that pull from all of them; none is left, whatever happens."""
 
-    def __init__(self, born: Born, transport: str) -> None:
+    def __init__(self, born: Born, transport: str, *builds: str) -> None:
         self._born = born
+        for build in builds:
+            born(build).close()  # the first of a build takes long: here, where nothing else runs
         #: On a machine that does other things too, a process may be silent for long and live.
         self._settings = small_pool(2) | {"extra": {"llm.Transport": transport, "llm.PeerTimeout": "60"}}
         self.ports = {prompt: free_port() for prompt in PROMPTS}
@@ -64,6 +67,10 @@ class Fleet:
         """Return how many links have which version."""
         return Counter(end.do(words.told, peer, "protocol") for end in self._decoders() for peer in self.ports)
 
+    def __exit__(self, *_: object) -> None:
+        for each in self.ends.values():
+            each.kill()
+
     def end(self) -> words.Met:
         """End all, the decoders first; return what all pulls met."""
         for cluster_id in sorted(self.ends, reverse=True):
@@ -77,24 +84,24 @@ class Fleet:
 def test_a_rolling_upgrade_costs_no_byte_and_no_call_fails_for_the_version(
     born: Born, transport: str, old: str, new: str
 ) -> None:
-    fleet = Fleet(born, transport)
-    for cluster_id in PROMPTS + DECODERS:
-        fleet.start(cluster_id, old)
-    fleet.go_on()
-    links = len(PROMPTS) * len(DECODERS)
-    before = fleet.ends[1].do(words.newest)
-    assert fleet.spoken() == {before: links}
-    # Both kinds in turn: prompts and decoders of both builds pull from one another in every mixture.
-    for number, cluster_id in enumerate(sorted(PROMPTS + DECODERS, key=lambda each: each % 4), start=1):
-        fleet.stop(cluster_id)
-        fleet.start(cluster_id, new)
+    with Fleet(born, transport, old, new) as fleet:
+        for cluster_id in PROMPTS + DECODERS:
+            fleet.start(cluster_id, old)
         fleet.go_on()
-        upgraded = (number + 1) // 2 * (number // 2)
-        after = fleet.ends[cluster_id].do(words.newest)
-        assert after > before
-        assert fleet.spoken() == +Counter({before: links - upgraded, after: upgraded})
-    met = fleet.end()
-    print(f"{transport}, {old} to {new}: {met.right} pulls, {Counter(met.restarts)}")  # noqa: T201 (shown by -s)
+        links = len(PROMPTS) * len(DECODERS)
+        before = fleet.ends[1].do(words.newest)
+        assert fleet.spoken() == {before: links}
+        # Both kinds in turn: prompts and decoders of both builds pull from one another in every mixture.
+        for number, cluster_id in enumerate(sorted(PROMPTS + DECODERS, key=lambda each: each % 4), start=1):
+            fleet.stop(cluster_id)
+            fleet.start(cluster_id, new)
+            fleet.go_on()
+            upgraded = (number + 1) // 2 * (number // 2)
+            after = fleet.ends[cluster_id].do(words.newest)
+            assert after > before
+            assert fleet.spoken() == +Counter({before: links - upgraded, after: upgraded})
+        met = fleet.end()
+        print(f"{transport}, {old} to {new}: {met.right} pulls, {Counter(met.restarts)}")  # noqa: T201 (shown by -s)
     assert met.right >= links * PULLS * 9
     assert (met.wrong_bytes, met.versions, met.others) == (0, [], [])
     assert met.restarts, "no pull met a restart"
@@ -102,21 +109,21 @@ def test_a_rolling_upgrade_costs_no_byte_and_no_call_fails_for_the_version(
 
 def test_the_judge_of_the_upgrade_notices_a_wrong_byte_and_a_refusal_for_the_version(born: Born) -> None:
     """One byte of one prompt is wrong; another prompt's version is none of the decoder's."""
-    fleet = Fleet(born, "shm")
-    fleet.ports = {each: fleet.ports[each] for each in (1, 2, 3)}
-    fleet.start(1, THIS)
-    fleet.start(2, THIS, spoilt=True)
-    fleet.start(3, "far")
-    fleet.start(5, THIS)
-    decoder = fleet.ends[5]
+    with Fleet(born, "shm", THIS, "far") as fleet:
+        fleet.ports = {each: fleet.ports[each] for each in (1, 2, 3)}
+        fleet.start(1, THIS)
+        fleet.start(2, THIS, spoilt=True)
+        fleet.start(3, "far")
+        fleet.start(5, THIS)
+        decoder = fleet.ends[5]
 
-    def all_met() -> bool:
+        def all_met() -> bool:
+            right, wrong, refused = decoder.do(words.met).values()
+            return bool(right.right and wrong.wrong_bytes and refused.versions)
+
+        wait_until(all_met, SECONDS)
         right, wrong, refused = decoder.do(words.met).values()
-        return bool(right.right and wrong.wrong_bytes and refused.versions)
-
-    wait_until(all_met, SECONDS)
-    right, wrong, refused = decoder.do(words.met).values()
-    assert (right.wrong_bytes, right.versions, wrong.versions) == (0, [], [])
-    assert (refused.right, refused.wrong_bytes) == (0, 0)
-    assert all(f"{NEXT} to {NEXT} at cluster 3" in text for text in refused.versions)
-    assert fleet.end().others == []
+        assert (right.wrong_bytes, right.versions, wrong.versions) == (0, [], [])
+        assert (refused.right, refused.wrong_bytes) == (0, 0)
+        assert all(f"{NEXT} to {NEXT} at cluster 3" in text for text in refused.versions)
+        assert fleet.end().others == []
