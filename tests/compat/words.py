@@ -4,7 +4,7 @@ asks what is public, but for :func:`newest` and :func:`count_resolves`."""
 import logging
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any, Final
 
@@ -20,8 +20,8 @@ BLOCKS: Final = 16
 STRIDE: Final = 4096
 TENSORS: Final = 4
 _KIND: Final = CacheDesc(TENSORS, [BLOCKS, STRIDE], DataType.DT_UINT8)
-#: Both texts of the library about versions: of greetings that can be read, and of others.
-OF_VERSIONS: Final = ("protocol version", "wire major")
+#: What a refusal for the version says; that it may be one is said of any peer that hangs up.
+OF_VERSIONS: Final = ("no common protocol version", "greetings have wire major")
 
 
 def dial(world: World, cluster_id: int, port: int) -> tuple[str, str]:
@@ -44,10 +44,9 @@ def newest(world: World) -> int:
 
 def listen_to_log(world: World) -> None:
     """Keep all that the library logs from now on; :func:`logged` returns it."""
-    world.memory["log"] = handler = BufferingHandler(10_000)
-    log = logging.getLogger("LLM_DATADIST")
-    log.handlers = [handler]
-    log.setLevel(logging.INFO)
+    world.memory["log"] = BufferingHandler(10_000)
+    logging.getLogger("LLM_DATADIST").handlers = [world.memory["log"]]
+    logging.getLogger("LLM_DATADIST").setLevel(logging.INFO)
 
 
 def logged(world: World) -> list[str]:
@@ -84,11 +83,13 @@ def _bytes(cache: Any) -> list[NDArray[np.uint8]]:
 
 def publish(world: World, cluster_id: int, spoilt: bool = False) -> None:
     """Have the cache that all pull from; if ``spoilt``, one byte of a block is not as expected."""
-    world.caches["kv"] = cache = world.cm.allocate_blocks_cache(_KIND, BlocksCacheKey(cluster_id, 0))
+    world.caches["memory"] = cache = world.cm.allocate_blocks_cache(_KIND)
     for tensor, expected in zip(_bytes(cache), contents(cluster_id), strict=True):
         tensor[:] = expected
     if spoilt:
         _bytes(cache)[2][0, -1] ^= 1
+    # Only now: decoders pull as soon as there is a cache of this key.
+    world.caches["kv"] = world.cm.register_blocks_cache(_KIND, list(cache.tensor_addrs), BlocksCacheKey(cluster_id, 0))
 
 
 @dataclass
@@ -100,9 +101,6 @@ class Met:
     restarts: list[str] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-
-    def __add__(self, more: "Met") -> "Met":
-        return Met(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
 
 
 class Judge(threading.Thread):
