@@ -17,6 +17,7 @@ from llm_datadist._native import _native
 from tests.support.source import PACKAGE, ROOT
 
 _COMPAT: Final = Path(__file__).parent
+_MADE: Final = ROOT / "build" / "compat"
 NEXT: Final = VERSIONS[1] + 1
 #: Copies of this tree: their versions and features.
 COPIES: Final = {
@@ -42,7 +43,7 @@ def releases(expected: str) -> list[str]:
 
 def made(name: str, folder: Path) -> Path:
     """Return the folder of a build; a copy of this tree is made in ``folder``."""
-    build = _copy(name, folder / name) if name in COPIES else _folder_of(name)
+    build = _copy(name, folder / name) if name in COPIES else _MADE / name
     assert name in COPIES or _is_compiled(name), f"{name} is not there: make test-compat compiles it"
     (build / "sitecustomize.py").write_text(_NO_HOOKS, "ascii")
     here = build / "tests" / "compat"
@@ -70,17 +71,13 @@ def _copy(name: str, build: Path) -> Path:
     return build
 
 
-def _folder_of(name: str) -> Path:
-    return ROOT / "build" / "compat" / name
-
-
 def _is_compiled(name: str) -> bool:
-    stamp = _folder_of(name) / "commit"
+    stamp = _MADE / name / "commit"
     return stamp.is_file() and stamp.read_text("ascii") == RELEASES[name][0]
 
 
 def _compile(name: str) -> None:
-    build, commit = _folder_of(name), RELEASES[name][0]
+    build, commit = _MADE / name, RELEASES[name][0]
     shutil.rmtree(build, ignore_errors=True)
     tree = build / "tree"
     tree.mkdir(parents=True)
