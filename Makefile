@@ -8,7 +8,7 @@ PINNED := env PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.tx
 PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-deploy test-site wheels test-wheels asan model faults \
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-compat test-deploy test-site wheels test-wheels asan model faults \
 	trials brittle mutation \
 	bench compare lint docs clean
 
@@ -27,6 +27,7 @@ help:
 	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in .venv-full"
+	@echo "make test-compat  this build beside others: a link between both, and a rolling upgrade; in .venv-full and build/compat"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/ (WHEELS_FOR=x86_64: one)"
@@ -198,6 +199,13 @@ test-nixl: $(FULL_VENV)/.library
 	@$(FULL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
 	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(FULL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
 	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(foreach each,cut_off slow_network,tests/hosts/test_$(each).py))
+
+# With NIXL; the releases of tests/compat/releases.txt are compiled once, each into a folder of its own.
+test-compat: export LLM_DATADIST_NIXL := required
+test-compat: export LLM_DATADIST_COMPAT := required
+test-compat: $(FULL_VENV)/.library
+	@$(FULL_BIN)/python -m tests.compat.builds
+	@$(FULL_BIN)/python -m pytest $(or $(TEST),tests/compat)
 
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)

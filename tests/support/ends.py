@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,11 @@ from tests.support.world import World, make_config, residue_of, settled_of
 _ANSWER_SECONDS = 60.0
 NURSERY = Nursery()
 R = TypeVar("R")
+
+
+@cache
+def _nursery_of(build: Path) -> Nursery:
+    return NURSERY if build == ROOT else Nursery(build)
 
 
 class End:
@@ -59,18 +65,18 @@ class ChildEnd(End):
     """A world in a child process, which dies with this one (its pipe ends).
 
     ``fresh``: an interpreter of its own; otherwise a child of the nursery, which is there a hundred times faster.
-    ``inside``: the beginning of a command that runs the interpreter.
+    ``inside``: the beginning of a command that runs the interpreter. ``build``: the folder of another build.
     """
 
-    def __init__(self, name: str, *, fresh: bool = False, inside: Sequence[str] = ()) -> None:
-        environment = os.environ | PATHS
+    def __init__(self, name: str, *, fresh: bool = False, inside: Sequence[str] = (), build: Path = ROOT) -> None:
+        environment = os.environ | (PATHS if build == ROOT else {"PYTHONPATH": str(build)})
         ours, theirs = socket.socketpair()
         with theirs:
-            forked = None if fresh or inside else NURSERY.fork(name, theirs, environment)
+            forked = None if fresh or inside else _nursery_of(build).fork(name, theirs, environment)
             self.process: subprocess.Popen[bytes] | Forked = forked or subprocess.Popen(
                 [*inside, sys.executable, "-W", "error", "-m", "tests.support.nursery", name, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                cwd=ROOT,
+                cwd=build,
                 env=environment,
             )
         self._pipe = Connection(ours.detach())

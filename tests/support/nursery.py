@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from multiprocessing.connection import Connection
+from pathlib import Path
 from secrets import randbelow
 from typing import Final
 
@@ -81,7 +82,8 @@ class Nursery:
     must not have more descriptors afterwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
@@ -104,7 +106,7 @@ class Nursery:
         if self._process is None:
             self._environment = wanted
             command = [sys.executable, "-W", "error", "-m", "tests.support.nursery", str(there.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=ROOT, env=wanted)
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=self._root, env=wanted)
         if wanted != self._environment:
             return None  # some of it is read when modules are imported
         ours, theirs = socket.socketpair()

@@ -1,0 +1,204 @@
+"""Two builds of this library, a prompt's and a decoder's: what users do with a link, over every transport between
+processes, every byte compared; what one of them lacks; and builds that have no version in common."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
+from llm_datadist._links.versions import VERSIONS
+from llm_datadist._transport.nixl_agent import installed
+from llm_datadist.errors import CacheNotFound, GrantEnded
+from tests.compat import words
+from tests.compat.builds import NEXT, releases
+from tests.compat.conftest import THIS, Born
+from tests.support.authority import secret_file
+from tests.support.ends import End
+from tests.support.grants import LONG, claim, grant, pull, pull_claimed, tell
+from tests.support.layers import OK, keyed, make_both, raw, received, send
+from tests.support.linking import bytes_move_both_ways, info, link, link_number, linked, links, lose
+from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, moved, same_bytes, wait_until
+from tests.support.pairs import Pair, pairs
+
+pair = pairs("shm", "cma", "tcp", "nixl")
+PAGED = Spec(blocks=True, blocks_key=BLOCKS)
+KEYS = tuple(CacheKey(1, 10 + row) for row in range(8))
+
+
+def started(pair: Pair, **settings: Any) -> None:
+    """Both ends, linked over this transport, in the newest language of both."""
+    if pair.transport == "nixl" and not installed():
+        pytest.skip("NIXL is not installed: make test-compat")
+    pair.start(**settings)
+    newest = min(end.do(words.newest) for end in (pair.prompt, pair.decoder))
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert (end.do(words.told, peer, "transport"), end.do(words.told, peer, "protocol")) == (pair.transport, newest)
+
+
+def pulls(pair: Pair) -> None:
+    """Blocks, both ways, whatever side owns them."""
+    started(pair)
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+def pushes(pair: Pair) -> None:
+    """Blocks by key, and rows by cache id, both ways."""
+    started(pair, rca=True)
+    for here, there in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        for verb, paged, args, row, moves in (
+            ("push_blocks", True, ([1, 2, 5], [4, 0, 7]), 0, [(4, 1), (0, 2), (7, 5)]),
+            ("push_cache", False, (3,), 6, [(6, 3)]),
+        ):
+            target, source = make_both(there, here, Spec(blocks=paged), Spec(blocks=paged))
+            key = CacheKeyByIdAndIndex(there.cluster_id, there.do(cache_id, "kv"), row)
+            here.do(call, verb, key, Use("kv"), *args)
+            same_bytes(received(there), moved(target, source, moves))
+            same_bytes(received(here), source)
+
+
+def keys(pair: Pair) -> None:
+    """A pull by key consumes it; the next one finds nothing."""
+    started(pair)
+    before, source = make_both(pair.decoder, pair.prompt, Spec(), Spec(keys=KEYS))
+    for row in range(4):
+        pair.decoder.do(call, "pull_cache", KEYS[row], Use("kv"), row)
+    same_bytes(received(pair.decoder), moved(before, source, [(row, row) for row in range(4)]))
+    same_bytes(received(pair.prompt), source)
+    with pytest.raises(CacheNotFound):
+        pair.decoder.do(call, "pull_cache", KEYS[0], Use("kv"), 7)
+
+
+def grants(pair: Pair) -> None:
+    """A grant that travels as bytes, one that is claimed, and the end of both."""
+    started(pair)
+    before, source = make_both(pair.decoder, pair.prompt, Spec(blocks=True), PAGED)
+    data = pair.prompt.do(grant, [1, 2], LONG)
+    pair.decoder.do(pull, data, [2, 1], [0, 5])
+    token = b"a token of bytes"
+    pair.prompt.do(grant, [3, 4], LONG, "kv", token)
+    pair.decoder.do(claim, token)
+    pair.decoder.do(pull_claimed, [4], [6])
+    same_bytes(received(pair.decoder), moved(before, source, [(0, 2), (5, 1), (6, 4)]))
+    pair.decoder.do(tell, "claimed", "release")
+    wait_until(lambda: bool(pair.prompt.do(tell, token.hex(), "released")))
+    with pytest.raises(GrantEnded):
+        pair.decoder.do(pull_claimed, [3], [7])
+
+
+def layers_by_key(pair: Pair) -> None:
+    started(pair, rca=True)
+    layers(pair, lambda receiver: keyed(receiver, "kv", range(2), row=2, dst_row=5))
+
+
+def layers_by_address(pair: Pair) -> None:
+    """Over shm and nixl nobody writes so: that is said, whatever the build."""
+    started(pair)
+    if pair.transport in ("cma", "tcp"):
+        layers(pair, lambda receiver: raw(receiver, "kv", row=2, offset=5 * 48))
+        return
+    target, _ = make_both(pair.prompt, pair.decoder, Spec(), Spec())
+    assert pair.decoder.do(send, "kv", [raw(pair.prompt, "kv")]).first is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+    same_bytes(received(pair.prompt), target)
+
+
+def layers(pair: Pair, config: Callable[[End], object]) -> None:
+    """Row 2 goes to row 5 layer by layer, both ways."""
+    for sender, receiver in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
+        target, source = make_both(receiver, sender, Spec(), Spec())
+        outcome = sender.do(send, "kv", [config(receiver)])
+        assert (outcome.results, outcome.first) == ([OK], OK), outcome
+        same_bytes(received(receiver), moved(target, source, [(5, 2)]))
+        same_bytes(received(sender), source)
+
+
+def checksums(pair: Pair) -> None:
+    """What was pulled is compared with what the peer has."""
+    started(pair, extra={"llm.Checksum": "1"})
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert end.do(words.told, peer, "verified_bytes") == 4 * 2 * 48
+
+
+def reconnect(pair: Pair) -> None:
+    """A lost link is dialled again, by itself; the sides prove that they have met."""
+    started(pair)
+    for end, peer in ((pair.decoder, 1), (pair.prompt, 2)):
+        before = end.do(link_number, peer)
+        end.do(lose, peer)
+        wait_until(lambda end=end, peer=peer, before=before: end.do(link_number, peer) > before)  # type: ignore[misc]
+        wait_until(lambda: linked(pair.prompt, pair.decoder))
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+
+
+SCENES = (pulls, pushes, keys, grants, layers_by_key, layers_by_address, checksums, reconnect)
+
+
+@pytest.mark.usefixtures("children")
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_every_byte_arrives_between_two_builds(pair: Pair, scene: Callable[[Pair], None]) -> None:
+    scene(pair)
+
+
+@pytest.mark.usefixtures("children")
+def test_a_link_of_two_builds_is_authenticated_and_again(pair: Pair, tmp_path: Path) -> None:
+    secret = secret_file(tmp_path / "secrets", only=b"s" * 32)
+    plaintext = {"llm.NixlPlaintext": "1"} if pair.transport == "nixl" else {}
+    started(pair, extra=secret | plaintext | {"llm.MaxLinkAge": "1"})
+    number = pair.decoder.do(link_number, 1)
+    for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
+        assert end.do(words.told, peer, "sealed")
+        first = end.do(words.told, peer, "authenticated_at")
+        wait_until(lambda end=end, peer=peer, first=first: end.do(words.told, peer, "authenticated_at") > first)  # type: ignore[misc]
+    bytes_move_both_ways(pair.prompt, pair.decoder)
+    assert pair.decoder.do(link_number, 1) == number
+
+
+def test_a_build_without_reads_by_key_is_asked_for_each_place(
+    tcp_pair: Pair, children: object, request: pytest.FixtureRequest
+) -> None:
+    """Beside a build that has the feature one question is enough; unknown features of it change nothing."""
+    started(tcp_pair)
+    before, source = make_both(tcp_pair.decoder, tcp_pair.prompt, Spec(), Spec(keys=KEYS))
+    tcp_pair.prompt.do(words.count_resolves)
+    for row, key in enumerate(KEYS):
+        tcp_pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
+    same_bytes(received(tcp_pair.decoder), moved(before, source, [(row, row) for row in range(8)]))
+    lacking = "plain" in request.node.callspec.params["children"]
+    assert tcp_pair.prompt.do(words.resolves) == (len(KEYS) if lacking else 1)
+
+
+def refusal(born: Born, builds: tuple[str, str]) -> list[str]:
+    """Have the second build dial the first, in vain; return what each of them logs."""
+    prompt, decoder = ends = [born(each) for each in builds]
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    decoder.start("DECODER", 2)
+    for end in ends:
+        end.do(words.listen_to_log)
+    assert decoder.do(link, [info(1, prompt.port)])[0] is LLMStatusCode.LLM_LINK_FAILED
+    wait_until(lambda: all(end.do(words.logged) for end in ends))
+    texts = [" ".join(end.do(words.logged)) for end in ends]
+    for end in reversed(ends):
+        assert end.do(links) == {}
+        end.stop()
+        end.close()
+    return texts
+
+
+@pytest.mark.parametrize("builds", [("far", THIS), (THIS, "far")], ids=["far-listens", "far-dials"])
+def test_builds_without_a_common_version_both_name_both_ranges(born: Born, builds: tuple[str, str]) -> None:
+    ranges = {THIS: f"{VERSIONS[0]} to {VERSIONS[1]}", "far": f"{NEXT} to {NEXT}"}
+    parts = ["no common protocol version", f"{ranges[builds[0]]} at cluster 1", f"{ranges[builds[1]]} at cluster 2"]
+    for text in refusal(born, builds):
+        assert [part for part in parts if part not in text] == [], text
+
+
+@pytest.mark.parametrize("role", ["listens", "dials"])
+@pytest.mark.parametrize("release", releases("refused"))
+def test_a_release_whose_greetings_cannot_be_read_is_refused_readably(born: Born, release: str, role: str) -> None:
+    """This end says that the peer's build is another one, and not merely that it hung up."""
+    builds = (release, THIS) if role == "listens" else (THIS, release)
+    text = refusal(born, builds)[builds.index(THIS)]
+    assert "wire major" in text or "a release before 0.2.0" in text, text
+    assert "install releases next to each other" in text, text
