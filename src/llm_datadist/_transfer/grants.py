@@ -122,6 +122,7 @@ class Grants:
         self._expiries: list[tuple[float, bytes]] = []
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
+        self._claimed: dict[Link, set[bytes]] = {}  # tokens by claiming link: a lost link costs its own claims only
         self._ended: dict[bytes, tuple[str, float]] = {}  # reason and monotonic time; oldest first
         self._ends: Counter[str] = Counter()
         self._closed = False
@@ -226,7 +227,7 @@ class Grants:
         with self._lock:
             return GrantStatistics(
                 active=len(self._given),
-                claimed=sum(len(given.claims) for given in self._given.values()),
+                claimed=sum(map(len, self._claimed.values())),
                 waiting=self._waiting_of.total(),
                 released=self._ends[RELEASED],
                 expired=self._ends[EXPIRED],
@@ -279,6 +280,7 @@ class Grants:
             return failed(number, ParamError(text))
         given.readers = readers
         given.claims.add(link)
+        self._claimed.setdefault(link, set()).add(token)
         return Claimed(number, data)
 
     def on_claim_ended(self, link: Link, message: ClaimEnded) -> None:
@@ -287,7 +289,7 @@ class Grants:
             given = self._given.get(message.token)
             if given is None or link not in given.claims:
                 return  # the grant has ended
-            given.claims.discard(link)
+            self._forget_claim(link, given)
             given.releases += message.released
             over = given.releases >= given.readers > 0
         if over:
@@ -299,7 +301,7 @@ class Grants:
             if self._waiting_of[link]:
                 self._drop_waiting(lambda claim: claim.link is link, list(self._waiting))
             del self._waiting_of[link]
-            tokens = [token for token, given in self._given.items() if link in given.claims]
+            tokens = list(self._claimed.get(link, ()))
         for token in tokens:
             self._end(token, READER_LOST)
 
@@ -317,6 +319,9 @@ class Grants:
         with self._lock:
             waiting = Counter(claim.link for claims in self._waiting.values() for claim in claims)
             require_intact(waiting == self._waiting_of, f"grants: waiting {waiting} and {self._waiting_of}")
+            taken = {(link, token) for token, given in self._given.items() for link in given.claims}
+            held = {(link, token) for link, tokens in self._claimed.items() for token in tokens}
+            require_intact(taken == held, f"grants: {len(taken)} claims and {len(held)} of links")
 
     def _drop_waiting(self, over: Callable[[_Waiting], bool], tokens: Iterable[bytes]) -> list[_Waiting]:
         """Under the lock: drop and return claims that are ``over``."""
@@ -329,12 +334,22 @@ class Grants:
         self._waiting_of.subtract(each.link for each in dropped)
         return dropped
 
+    def _forget_claim(self, link: Link, given: _ActiveGrant) -> None:
+        """Under the lock."""
+        given.claims.discard(link)
+        tokens = self._claimed[link]
+        tokens.discard(given.grant.token)
+        if not tokens:
+            del self._claimed[link]
+
     def _end(self, token: bytes, why: str) -> None:
         """End a grant. On return its guard has advanced, unless another thread is ending it."""
         with self._lock:
             given = self._given.pop(token, None)
             if given is None:
                 return
+            for link in list(given.claims):
+                self._forget_claim(link, given)
             self._ended[token] = why, time.monotonic()
             self._ends[why] += 1
             while len(self._ended) > _MAX_ENDED:
