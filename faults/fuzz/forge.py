@@ -22,6 +22,7 @@ from llm_datadist._links import messages
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT
 from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._links.versions import FEATURES, VERSIONS
+from llm_datadist.types.grant import GRANT_VERSION
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _NUMBERS: Final[list[Any]] = [0, 1, 2, 3, 5, 7, *(2**bits + off for bits in (6, 8, 12, 16, 31, 32) for off in (-1, 0))]
@@ -188,7 +189,8 @@ def _token(rng: random.Random) -> bytes:
 def _grant(rng: random.Random) -> bytes:
     numbers = [rng.randrange(9), rng.randbytes(16), *(rng.choice((0, 1, 2, 2**63)) for _ in range(3))]
     grant = msgspec.msgpack.encode([*numbers, _token(rng), [rng.randrange(9) for _ in range(rng.randrange(4))]])
-    return grant if rng.random() < 0.8 else rng.randbytes(rng.randrange(80))
+    version = GRANT_VERSION if rng.random() < 0.9 else rng.randrange(256)
+    return bytes([version]) + grant if rng.random() < 0.8 else rng.randbytes(rng.randrange(80))
 
 
 def _offers(rng: random.Random) -> dict[str, bytes]:
