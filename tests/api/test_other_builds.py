@@ -158,7 +158,8 @@ def test_dialers_of_another_wire_major_are_told_so_and_the_log_says_it(
     [
         (True, False, "LinkRefused: {}: the peer closed the connection in the handshake{}"),
         (False, False, "LinkRefused: {}: cannot handshake: Connection reset by peer{}"),
-        (True, True, "AuthFailed: {}: not authenticated: the peer closed the connection: it rejected {}"),
+        (True, True, "AuthFailed: {}: not authenticated: the peer closed the connection in the handshake: {}"),
+        (False, True, "AuthFailed: {}: not authenticated: cannot handshake: Connection reset by peer: {}"),
     ],
 )
 def test_a_listener_of_an_older_wire_major_is_named_as_the_possible_reason(
@@ -174,7 +175,7 @@ def test_a_listener_of_an_older_wire_major_is_named_as_the_possible_reason(
         raise ConnectionAbortedError
 
     end.start("DECODER", 2, extra=secret_file(tmp_path / "secrets", a=b"a" * 32) if secure else {})
-    rest = "this instance's credentials, has none, or is" if secure else "; is it another program, or"
+    rest = "it rejected this instance's credentials, has none, or is" if secure else "; is it another program, or"
     with listener(hangs_up) as port:
         said = end.do(dialled, port)
     assert said.rstrip("?") == text.format(f"link to 127.0.0.1:{port}", f"{rest} a release before 0.2.0")

@@ -184,9 +184,8 @@ class _BlockingFrames(DialledSocket):
         if self.tls is None:
             self.send(CONTROL_PREAMBLE + frame(hello))
             return
-        self.send(TLS_PREAMBLE)
         try:
-            self.send(self.tls.shake())
+            self.send(TLS_PREAMBLE + self.tls.shake())
             while not self.tls.authenticated:
                 self.send(self.tls.shake(self._read_some()))
         except AuthFailed as error:
@@ -207,14 +206,12 @@ class _BlockingFrames(DialledSocket):
             text = f"{self.what}: the peer closed the connection in the handshake"
         except LinkRefused as error:
             text = str(error)
-            if self.tls is not None and not self._heard:
-                raise AuthFailed(text) from None
         if self._heard:
             raise LinkRefused(text, phase="handshake")
         if self.tls is None:
             raise LinkRefused(f"{text}; is it another program, or a release before 0.2.0?", phase="handshake")
-        text = "it rejected this instance's credentials, has none, or is a release before 0.2.0"
-        raise AuthFailed(f"the peer closed the connection: {text}")
+        text = text.removeprefix(f"{self.what}: ")
+        raise AuthFailed(f"{text}: it rejected this instance's credentials, has none, or is a release before 0.2.0")
 
     def _not_authenticated(self, error: AuthFailed) -> AuthFailed:
         return AuthFailed(f"{self.what}: not authenticated: {error}", phase="handshake")
