@@ -148,6 +148,10 @@ def test_dialers_of_another_wire_major_are_told_so_and_the_log_says_it(
             assert stranger.is_hung_up_on()
         said = [each.getMessage() for each in caplog.records if text in each.getMessage()]
         assert len(said) == number
+    with Stranger(end.port) as stranger:
+        stranger.say(of_major(WIRE_MAJOR, 7))  # a purpose that this build does not have
+        assert stranger.is_hung_up_on()
+    assert f"{of_major(WIRE_MAJOR, 7)!r} is not one of ours" in caplog.text
     assert of_major(WIRE_MAJOR, 0) == wire.CONTROL_PREAMBLE
     assert of_major(WIRE_MAJOR, 1) == LANE_PREAMBLE
     assert end.do(links) == {}

@@ -32,9 +32,9 @@ def preamble(purpose: int) -> bytes:
 
 def other_build(preamble: bytes) -> str:
     """Return what an unknown preamble says of the peer."""
-    if not preamble.startswith(_MAGIC):
-        return f"the preamble {preamble!r} is not one of ours"
     (major,) = struct.unpack_from(">H", preamble, len(_MAGIC))
+    if not preamble.startswith(_MAGIC) or major == WIRE_MAJOR:
+        return f"the preamble {preamble!r} is not one of ours"
     return f"the dialer's wire major is {major}, the listener's {WIRE_MAJOR}: install releases next to each other"
 
 
