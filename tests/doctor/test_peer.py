@@ -19,7 +19,9 @@ import msgspec
 import pytest
 
 from faults.strangers import listener
+from llm_datadist._links.messages import Refused, frame
 from llm_datadist._links.versions import VERSIONS
+from llm_datadist._transport.address import other_build
 from llm_datadist.doctor import peer
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
@@ -230,10 +232,15 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "mend"),
-    [(b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"), (None, "pip install --upgrade"), (b"", "ps -o stat")],
+    [
+        (b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"),
+        (None, "pip install --upgrade"),
+        (frame(Refused(1, other_build(b"ODATDIST\0\1\0\0"))), "pip install --upgrade"),
+        (b"", "ps -o stat"),
+    ],
 )
 def test_port_of_something_else(answer: bytes | None, mend: str) -> None:
-    """Or of another version of the protocol, which hangs up (None)."""
+    """Or of another wire major, which hangs up (None) or says so."""
     with listener(lambda sock: sock.close() if answer is None else sock.sendall(answer)) as port:
         _fails(port, finding="peer_link", value="", mend=mend)
 

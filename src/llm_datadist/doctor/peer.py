@@ -179,7 +179,9 @@ def _not_linked(error: LLMException) -> Finding:
     if isinstance(error, DeadlineExceeded):
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
     elif (
-        error.phase == "handshake" or isinstance(error.__cause__, ProtocolError) or "no common protocol version" in text
+        error.phase == "handshake"
+        or isinstance(error.__cause__, ProtocolError)
+        or any(each in text for each in ("no common protocol version", "wire major"))
     ):  # it left, answered something else, or speaks another language
         mend = "install the same version on both sides: pip install --upgrade open-datadist; let the port be doctor's"
     else:
