@@ -200,5 +200,5 @@ def test_a_release_whose_greetings_cannot_be_read_is_refused_readably(born: Born
     """This end says that the peer's build is another one, and not merely that it hung up."""
     builds = (release, THIS) if role == "listens" else (THIS, release)
     text = refusal(born, builds)[builds.index(THIS)]
-    says = "wire major", "install releases next to each other"
+    says = words.OF_VERSIONS[1], "install releases next to each other"
     assert all(part in text for part in says) or "a release before 0.2.0" in text, text

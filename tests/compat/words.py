@@ -21,7 +21,7 @@ STRIDE: Final = 4096
 TENSORS: Final = 4
 _KIND: Final = CacheDesc(TENSORS, [BLOCKS, STRIDE], DataType.DT_UINT8)
 #: What a refusal for the version says; that it may be one is said of any peer that hangs up.
-OF_VERSIONS: Final = ("no common protocol version", "greetings have wire major")
+OF_VERSIONS: Final = ("no common protocol version", "wire major is")
 
 
 def dial(world: World, cluster_id: int, port: int) -> tuple[str, str]:
