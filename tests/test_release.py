@@ -44,6 +44,7 @@ def test_the_version_stands_in_one_place_and_the_changelog_begins_with_it() -> N
     (first, *_) = re.findall(r"^## (.*)$", CHANGELOG.read_text(), re.MULTILINE)
     assert first in (llm_datadist.__version__, "Unreleased")
     assert llm_datadist.__version__ in _headings()
+    assert f": version {llm_datadist.__version__.rpartition('.')[0]} (" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", NAMING, ids=lambda page: page.stem)

@@ -20,6 +20,7 @@ from llm_datadist._links import messages, versions
 from llm_datadist._links.identity import Transcript
 from llm_datadist._transfer import handles
 from llm_datadist._transport import address, lanes, nixl, rendezvous
+from llm_datadist.errors import ProtocolError
 from llm_datadist.integrations.references import ReferenceKeys
 from llm_datadist.types.grant import GRANT_VERSION, Grant
 from tests.golden.__main__ import main
@@ -101,6 +102,19 @@ def test_elements_and_features_of_later_releases_are_ignored() -> None:
     hello = msgspec.structs.replace(hello, versions=(versions.VERSIONS[1], versions.VERSIONS[1] + 1))
     known = frozenset({"reads-by-key"}.intersection(versions.FEATURES))
     assert versions.agree(7, hello) == (versions.VERSIONS[1], known)
+
+
+@pytest.mark.parametrize("kind", get_args(messages.AnyMessage))
+def test_elements_at_the_end_of_every_message_are_ignored_and_none_is_missing_without_a_default(kind: Any) -> None:
+    least = 1 + sum(field.required for field in msgspec.structs.fields(kind))
+    for value in (frame.value for frame in GROUPS["protocol"].frames.values() if type(frame.value) is kind):
+        elements = msgspec.msgpack.decode(messages.encode(value))
+        assert messages.decode(msgspec.msgpack.encode([*elements, "later", {"x": [1]}])) == value
+        rest = [field.default for field in msgspec.structs.fields(kind)[least - 1 :]]
+        shortest = messages.decode(msgspec.msgpack.encode(elements[:least]))
+        assert [getattr(shortest, name) for name in kind.__struct_fields__[least - 1 :]] == rest
+        with pytest.raises(ProtocolError):
+            messages.decode(msgspec.msgpack.encode(elements[: least - 1]))
 
 
 def test_encrypted_lane_frames_are_the_plain_ones_under_the_cipher() -> None:
