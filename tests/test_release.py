@@ -89,3 +89,13 @@ def test_each_hook_before_a_commit_runs_a_command_of_lint_and_the_one_before_a_p
     entries = re.findall(r"entry: ([^}\n]+)", (ROOT / ".pre-commit-config.yaml").read_text())
     assert len(entries) == 5
     assert [entry for entry in entries if entry not in commands] == ["make lint"]
+
+
+def test_each_folder_of_tests_without_a_make_target_of_its_own_is_in_a_job_of_the_workflow() -> None:
+    jobs = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    own = set(re.findall(r"^test-(\w+):", makefile, re.MULTILINE)) | {"model", "typing"}
+    tests = ROOT / "tests"
+    named = set(re.findall(r"tests/(\w+)", jobs))
+    assert {each.parent.name for each in tests.glob("*/test_*.py")} - own - named == set()
+    assert {each.stem for each in tests.glob("test_*.py")} - named == set()
