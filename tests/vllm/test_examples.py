@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.moves import wait_until
 from tests.vllm.conftest import EXAMPLES
 
 if TYPE_CHECKING:
@@ -82,11 +83,11 @@ def test_a_killed_server_is_gone_with_all_its_processes_and_another_takes_its_po
     assert _group_lives(first.process.pid)
     first.kill()
     assert not first.healthy()
-    assert not _group_lives(first.process.pid)
+    wait_until(lambda: not _group_lives(first.process.pid), 60)  # its memory is freed first
     second = servers.start("ordinary", name="second", port=first.port).wait()
     assert second.get("/v1/models")[0] == 200
     second.stop()
-    assert not _group_lives(second.process.pid)
+    wait_until(lambda: not _group_lives(second.process.pid), 60)
 
 
 def test_a_server_that_cannot_start_says_why(servers: Servers) -> None:
