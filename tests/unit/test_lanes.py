@@ -1,5 +1,6 @@
 """The Python side of the lanes: requests from strangers, plans in parts, groups, and handlers that fail."""
 
+import os
 import select
 import socket
 import threading
@@ -176,6 +177,29 @@ def test_an_answer_settles_only_the_writes_that_the_owner_was_told_of_before_it(
                 assert (group.lanes(), connection.recovery.doubts_writes) == ([new], True)
                 connection.recovery.writes_given_up(new)
                 assert (group.lanes(), connection.recovery.doubts_writes) == ([], False)
+
+
+def test_a_forked_child_closes_the_lanes_that_wait_for_a_link() -> None:
+    far, near = socket.socketpair()
+    lanes = Lanes(1, Handler())
+    with far, near:
+        group = lanes.open([LaneSocket(near)], b"token")
+        child = os.fork()
+        if child == 0:
+            os._exit(_close_in_child(lanes, near))
+        assert os.waitpid(child, 0)[1] == 0
+        assert near.fileno() != -1
+        group.close()
+        assert near.fileno() == -1
+        lanes.close()
+
+
+def _close_in_child(lanes: Lanes, waiting: socket.socket) -> int:
+    try:
+        lanes.close()
+    except BaseException:  # noqa: BLE001 (the child must not go on in the test)
+        return 2
+    return int(waiting.fileno() != -1)
 
 
 @pytest.mark.parametrize("late", [False, True])

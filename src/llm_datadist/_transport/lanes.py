@@ -366,6 +366,9 @@ class Lanes:
         if self._pid == HERE["pid"]:
             self.redialling.shutdown(cancel_futures=True)
         self._groups.clear()
+        for group in self._by_token.values():  # none, but in a forked child whose parent's handshakes go on
+            for sock in group._waiting:
+                sock.socket.close()
         self._by_token.clear()
 
     def open(self, socks: Iterable[LaneSocket] = (), token: bytes = b"") -> LaneGroup:
