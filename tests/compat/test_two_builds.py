@@ -155,20 +155,6 @@ def test_a_link_of_two_builds_is_authenticated_and_again(pair: Pair, tmp_path: P
     assert pair.decoder.do(link_number, 1) == number
 
 
-def test_a_build_without_reads_by_key_is_asked_for_each_place(
-    tcp_pair: Pair, children: object, request: pytest.FixtureRequest
-) -> None:
-    """Beside a build that has the feature one question is enough; unknown features of it change nothing."""
-    started(tcp_pair)
-    before, source = make_both(tcp_pair.decoder, tcp_pair.prompt, Spec(), Spec(keys=KEYS))
-    tcp_pair.prompt.do(words.count_resolves)
-    for row, key in enumerate(KEYS):
-        tcp_pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
-    same_bytes(received(tcp_pair.decoder), moved(before, source, [(row, row) for row in range(8)]))
-    lacking = "plain" in request.node.callspec.params["children"]
-    assert tcp_pair.prompt.do(words.resolves) == (len(KEYS) if lacking else 1)
-
-
 def refusal(born: Born, builds: tuple[str, str]) -> list[str]:
     """Have the second build dial the first, in vain; return what each of them logs."""
     prompt, decoder = ends = [born(each) for each in builds]

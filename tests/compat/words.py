@@ -1,9 +1,8 @@
 """What the tests with two builds send to an end. All ends have this text, whatever their build: it
-asks what is public, but for :func:`newest` and :func:`count_resolves`."""
+asks what is public, but for :func:`newest`."""
 
 import logging
 import threading
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any, Final
@@ -51,24 +50,6 @@ def listen_to_log(world: World) -> None:
 
 def logged(world: World) -> list[str]:
     return [record.getMessage() for record in world.memory["log"].buffer]
-
-
-def count_resolves(world: World) -> None:
-    """Count the questions for a place that come from now on. No public way shows them."""
-    from llm_datadist._links.messages import Resolve
-
-    asked = world.memory["resolves"] = []
-
-    def answer(link: Any, message: Any, honest: Any) -> None:
-        asked.append(message)
-        honest(link, message)
-
-    world.memory["counting"] = counting = ExitStack()
-    counting.enter_context(world.probe.answered(Resolve, answer))
-
-
-def resolves(world: World) -> int:
-    return len(world.memory["resolves"])
 
 
 # --- pulls under load, each judged ---

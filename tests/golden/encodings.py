@@ -10,8 +10,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, cast, get_args, get_type_hints
@@ -149,7 +147,8 @@ def _protocol() -> dict[str, Frame]:
     for verb, write in (("read", False), ("write", True)):
         frames[f"request to {verb}"] = Frame(lane.REQUEST, partial(lane.request, write=write), lane.request_of)
     for how, secret in (("plain", b""), ("encrypted", some("a lane's secret", 32))):
-        frames |= {f"lane, {how}: {name}": Frame(data, bytes) for name, data in lane.sent(secret).items()}
+        write = partial(lane.sent, secret)
+        frames |= {f"lane, {how}: {name}": Frame(name, write) for name in lane.NAMES}
     return frames | _computed()
 
 
@@ -342,24 +341,19 @@ class _Absent(ModuleType):
         return type(name, (), {"__init__": lambda self, *args: None})
 
 
-class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Absent(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
-
-
 @cache
 def _connector() -> tuple[Any, Callable[[Any], bytes]]:
     """Return an offer of the connector, and its digest of prompts, with or without vLLM."""
     package = ModuleType("llm_datadist.integrations.vllm")  # its own file registers the connector at vLLM
     package.__path__ = [str(Path(references.__file__).parent / "vllm")]
-    others = {name: each for name, each in sys.modules.items() if not name.startswith(("vllm", package.__name__))}
-    with patch.dict(sys.modules, others, clear=True), patch.object(sys, "meta_path", [_Finder(), *sys.meta_path]):
-        sys.modules[package.__name__] = package
+    connector = "vllm.distributed.kv_transfer.kv_connector.v1"
+    used = f"{connector}.base", f"{connector}.metrics", "vllm.v1.metrics.utils", "vllm.v1.kv_cache_interface"
+    absent = {
+        ".".join(parts[:count]): _Absent("vllm")
+        for parts in (name.split(".") for name in (*used, "vllm.v1.request", "vllm.logger"))
+        for count in range(1, len(parts) + 1)
+    }
+    others = {name: each for name, each in sys.modules.items() if not name.startswith(package.__name__)}
+    with patch.dict(sys.modules, others | absent | {package.__name__: package}, clear=True):
         offers, scheduler = (import_module(f"{package.__name__}.{name}") for name in ("offers", "scheduler"))
         return made(offers.KvOffer), scheduler._prompt_digest

@@ -20,6 +20,10 @@ from tests.golden.values import some
 #: Handle, bytes of a tensor, first tensor, tensors, and runs of the owner's side: what a request tells.
 REQUEST: Final = b"a handle", 163_840, 2, 3, [[4096, 100], [8192, 20]]
 TOKEN: Final = some("token")
+NAMES: Final = (
+    *("dialer joins", "listener answers"),
+    *("READ", "DATA", "WRITE", "RESULT", "READ, second", "RESULT, refused"),
+)
 _REFUSAL: Final = "no, thänk you"
 
 
@@ -37,9 +41,14 @@ def request(value: Any, *, write: bool = False) -> bytes:
     return encode_request(handle, extent, Plan(dst, src, count, np.array(runs, np.uint64), False, nbytes), write)
 
 
+def sent(secret: bytes, name: str) -> bytes:
+    """Return what a side of a lane sends, encrypted if there is a secret."""
+    return _sent(secret)[name]
+
+
 @cache
-def sent(secret: bytes) -> dict[str, bytes]:
-    """Return what both sides of a lane send, encrypted if there is a secret; each understands the other."""
+def _sent(secret: bytes) -> dict[str, bytes]:
+    """Each side has to understand the other."""
     found: dict[str, bytes] = {}
     logs = bytearray(), bytearray()
 
@@ -50,9 +59,9 @@ def sent(secret: bytes) -> dict[str, bytes]:
             there.sendall(data)
         there.shutdown(socket.SHUT_WR)
 
-    def cut(*names: str) -> None:
-        for name, log in zip(names, logs, strict=True):
-            found[name] = bytes(log)
+    def cut() -> None:
+        for log in logs:
+            found[NAMES[len(found)]] = bytes(log)
             log.clear()
 
     with ExitStack() as stack:
@@ -72,7 +81,7 @@ def sent(secret: bytes) -> dict[str, bytes]:
         near, far = (enter(closing(LaneEngine(1))) for _ in range(2))
         number = near.add_lane(ours.socket.detach(), ours.keys)
         far.add_lane(theirs.socket.detach(), theirs.keys)
-        cut("dialer joins", "listener answers")
+        cut()
         meta = request(REQUEST)
 
         def ask(into: Any, source: Any, refusal: str = "", *, write: bool = False) -> tuple[Any, ...]:
@@ -88,13 +97,13 @@ def sent(secret: bytes) -> dict[str, bytes]:
             ending, code, _, text = near.wait(job, deadline())
             return ending.name, code, text, into.tobytes() == source.tobytes()
 
-        for write, names in ((False, ("READ", "DATA")), (True, ("WRITE", "RESULT"))):
-            source = np.frombuffer(some(names[0], 40), np.uint8)
+        source = np.frombuffer(some("what is moved", 40), np.uint8)
+        for write in (False, True):
             assert ask(np.zeros_like(source), source, write=write) == ("GOOD", 0, "", True)
-            cut(*names)
+            cut()
         refused = ask(np.zeros_like(source), source, _REFUSAL)
         assert refused == ("REFUSED", 77, _REFUSAL, False)
-        cut("READ, second", "RESULT, refused")
+        cut()
     return found
 
 
