@@ -147,8 +147,7 @@ def _protocol() -> dict[str, Frame]:
     for verb, write in (("read", False), ("write", True)):
         frames[f"request to {verb}"] = Frame(lane.REQUEST, partial(lane.request, write=write), lane.request_of)
     for how, secret in (("plain", b""), ("encrypted", some("a lane's secret", 32))):
-        write = partial(lane.sent, secret)
-        frames |= {f"lane, {how}: {name}": Frame(name, write) for name in lane.NAMES}
+        frames |= {f"lane, {how}: {name}": Frame(name, partial(lane.sent, secret)) for name in lane.NAMES}
     return frames | _computed()
 
 
