@@ -8,13 +8,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace
 
-from faults.relay import Relay, Rewriter, Turner, Way
-from faults.strangers import hello_of
+from faults.relay import NEVER, Relay, Rewriter, Way
+from faults.sealing import DATA, TLS_RECORDS
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import Transcript
@@ -27,7 +28,7 @@ CHANGED: Final = "the greetings were changed on the way"
 NEXT: Final = (VERSIONS[0], VERSIONS[1] + 1)
 #: What a link says that nobody touches.
 ALL: Final = f"{NEXT[1]}: {READS_BY_KEY}"
-Meets = Callable[[Way, Way], str]
+Meets = Callable[..., str]
 
 
 def unlinked(world: World) -> None:
@@ -39,12 +40,13 @@ def apart(pair: Pair, **extra: str) -> Iterator[Meets]:
     """Two processes that speak two versions, not linked; afterwards they link directly."""
     prompt, decoder = pair.start(linked=False, extra=extra)
 
-    def meets(up: Way, down: Way) -> str:
+    def meets(up: Way, down: Way, *, moves: bool = True) -> str:
         """Link through a relay; return the error, or what both sides say of the link, over which bytes move."""
         with Relay(("127.0.0.1", prompt.port or 0), (up, down)) as relay:
             text = decoder.do(dialled, relay.port)
             if not text:
-                bytes_move_both_ways(prompt, decoder)
+                if moves:
+                    bytes_move_both_ways(prompt, decoder)
                 here, text = decoder.do(language, 1), prompt.do(language, 2)
                 assert here == text
                 decoder.do(unlinked)
@@ -111,29 +113,25 @@ def test_changed_versions_and_features_of_plain_greetings_are_refused(pair: Pair
                 assert text == expected
 
 
-def places() -> tuple[tuple[int, int], ...]:
-    """Return where the plain text of a greeting tells versions and features, and which bits make others of them."""
-    plain = wire.frame(hello_of(1, bytes(16), bytes(16), versions=NEXT))
-    return (plain.index(bytes([0x92, *NEXT])) + 2, NEXT[1] ^ VERSIONS[1]), (plain.index(READS_BY_KEY.encode()), 0x20)
+def ways(*places: int) -> tuple[Way, Way]:
+    """Return a way up and one down, which flip a bit of the byte there."""
+    up, down = (Way("flip", at, Random(at), TLS_RECORDS) for at in places or (NEVER, NEVER))
+    return up, down
 
 
 def test_a_greeting_changed_in_an_authenticated_link_has_a_wrong_tag(pair: Pair, tmp_path: Path) -> None:
-    log: list[tuple[str, int]] = []
-
-    def way(direction: str, *change: int) -> Turner:
-        return Turner(lambda nbytes: log.append((direction, nbytes)), *change)
-
+    """So has each record that is large enough to be one; the others are of TLS or a choice."""
     with apart(pair, **secret_file(tmp_path / "secrets", a=b"a" * 32)) as meets:
-        assert meets(way("up"), way("down")) == ALL
-        # Up, down, up: the handshake of TLS, then Hello in the last record. Welcome is the next one down.
-        turns = [(each, len(list(group))) for each, group in itertools.groupby(log, lambda entry: entry[0])]
-        assert [each for each, _ in turns[:6]] == ["up", "down", "up", "down", "up", "down"]
-        hello, welcome = turns[0][1] + turns[2][1] - 1, turns[1][1]
-        sizes = {name: [nbytes for each, nbytes in log if each == name] for name in ("up", "down")}
-        assert min(sizes["up"][hello], sizes["down"][welcome]) > 150  # a greeting
-        for place, (direction, record) in itertools.product(places(), (("up", hello), ("down", welcome))):
-            up, down = (way(each, *((record, *place) if each == direction else ())) for each in ("up", "down"))
-            text = meets(up, down)
-            assert up.turned or down.turned
-            assert text.startswith("AuthFailed: link to 127.0.0.1:")
-            assert direction == "up" or "bad record mac" in text, text
+        honest = ways()
+        assert meets(*honest, moves=False) == ALL
+        for number, way in enumerate(honest):
+            at, large = 0, []
+            for record in TLS_RECORDS.records_of(bytes(way.came)):
+                large += [at + 100] if record[0] == DATA and len(record) > 150 else []
+                at += len(record)
+            assert len(large) > 1
+            for at in large:
+                harmful = ways(at, NEVER) if number == 0 else ways(NEVER, at)
+                text = meets(*harmful)
+                assert harmful[number].hit
+                assert text.startswith(("AuthFailed: link to 127.0.0.1:", "LinkRefused: link to 127.0.0.1:")), text
