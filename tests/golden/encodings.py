@@ -289,12 +289,14 @@ def _page_of(data: bytes) -> Page:
 
 def _grant() -> dict[str, Frame]:
     wire = msgspec.structs.replace(made(grants._Wire), blocks=[2, 300, 70_000])  # ascending
-    return {"grant": Frame(wire, _grant_bytes, lambda data: grants.Grant.from_bytes(data)._wire)}
+    wire = _granted(wire)._wire  # by now as its constructor makes it
+    read = grants.Grant.from_bytes
+    return {"grant": Frame(wire, lambda value: _granted(value).to_bytes(), lambda data: read(data)._wire)}
 
 
-def _grant_bytes(wire: Any) -> bytes:
+def _granted(wire: Any) -> grants.Grant:
     where = wire.cluster_id, wire.incarnation, wire.cache_id, (wire.slot, wire.generation)
-    return grants.Grant(*where, wire.token, wire.blocks).to_bytes()
+    return grants.Grant(*where, wire.token, wire.blocks)
 
 
 def _reference() -> dict[str, Frame]:
