@@ -38,7 +38,7 @@ from llm_datadist.metrics import Statistics
 from llm_datadist.testing.scene import tensors_over
 from llm_datadist.types import grant as grants
 from tests.golden import lane
-from tests.golden.values import made, some
+from tests.golden.values import made, named, some
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def groups() -> dict[str, Group]:
 def _each(kinds: tuple[Any, ...], write: Callable[[Any], bytes], read: Callable[[bytes], object]) -> dict[str, Frame]:
     """Return two frames of each kind."""
     names = ("", ", least")
-    return {kind.__name__ + names[least]: Frame(made(kind, least), write, read) for kind in kinds for least in (0, 1)}
+    return {named(kind) + names[least]: Frame(made(kind, least), write, read) for kind in kinds for least in (0, 1)}
 
 
 # --- wire major: what must be readable before both sides know a version ---

@@ -9,11 +9,17 @@ from msgspec import inspect
 from llm_datadist._cache.geometry import Geometry
 
 _U64: Final = 2**64
+#: Names of kinds, and of fields by `Kind.field`, that have others now and the values of before.
+FORMER: Final[dict[str, str]] = {}
 
 
 def made(kind: Any, least: int = 0) -> Any:
     """Return a value with every field set; if ``least``, one with what may be missing or empty so."""
-    return _made(inspect.type_info(kind), kind.__name__, least)
+    return _made(inspect.type_info(kind), named(kind), least)
+
+
+def named(kind: type) -> str:
+    return FORMER.get(kind.__name__, kind.__name__)
 
 
 def some(name: str, count: int = 16) -> bytes:
@@ -26,10 +32,13 @@ def _made(of: inspect.Type, name: str, least: int) -> Any:
 
     match of:
         case inspect.StructType() | inspect.DataclassType() | inspect.NamedTupleType():
-            flags = sorted(field.name for field in of.fields if isinstance(field.type, inspect.BoolType))
+            fields = {FORMER.get(f"{of.cls.__name__}.{field.name}", field.name): field for field in of.fields}
+            flags = sorted(former for former, field in fields.items() if isinstance(field.type, inspect.BoolType))
+            assert len(flags) < 4
             # No two flags of a kind are equal in both of its values, and each is set in one.
-            values = {flag: bool(1 + number >> least & 1) for number, flag in enumerate(flags)}
-            return of.cls(**{field.name: each(field.type, field.name) for field in of.fields} | values)
+            values = {former: bool(1 + number >> least & 1) for number, former in enumerate(flags)}
+            values |= {former: each(field.type, former) for former, field in fields.items() if former not in flags}
+            return of.cls(**{field.name: values[former] for former, field in fields.items()})
         case inspect.UnionType():
             (other,) = (kind for kind in of.types if not isinstance(kind, inspect.NoneType))
             return None if least else _made(other, name, least)
