@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar
 
-from faults.sealing import HEADER, TLS_RECORDS, Framing, meaning
+from faults.sealing import TLS_RECORDS, Framing, meaning
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import PREAMBLE_BYTES, Message, decode, frame
@@ -275,22 +275,6 @@ class Rewriter(Way):
             said = self._change(decode(payload))
             out += said if isinstance(said, bytes) else frame(said)
         return out
-
-
-class Turner(Way):
-    """One direction of a TLS channel, told to ``heard``; ``mask`` turns bits of the plain text of record ``at``."""
-
-    def __init__(self, heard: Callable[[int], None], at: int = NEVER, place: int = 0, mask: int = 0) -> None:
-        super().__init__("replace record", NEVER, random.Random(0), TLS_RECORDS)
-        self._heard, self._at, self._place, self._mask = heard, at, HEADER.size + place, mask
-        self.turned = False
-
-    def _altered(self, record: bytes) -> bytes:
-        self._heard(len(record))
-        if len(self.records) - 1 != self._at:
-            return record
-        self.turned = True
-        return record[: self._place] + bytes([record[self._place] ^ self._mask]) + record[self._place + 1 :]
 
 
 def both_ways(fault: str, at: int, rng: random.Random, framing: Framing, *, backwards: bool) -> tuple[Way, Way]:

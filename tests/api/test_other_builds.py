@@ -6,7 +6,7 @@ import logging
 import socket
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import pytest
@@ -14,25 +14,19 @@ import pytest
 from faults.relay import Relay, Rewriter
 from faults.strangers import Stranger, listener
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist._cache.registry import Namespace
-from llm_datadist._links import handshake, versions
 from llm_datadist._links import messages as wire
+from llm_datadist._links import versions
 from llm_datadist._links.versions import FEATURES
 from llm_datadist._transport import rendezvous
 from llm_datadist._transport.address import WIRE_MAJOR, preamble
 from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.support.authority import secret_file
 from tests.support.kinds import LocalEnd, Pair, World
-from tests.support.linking import SUCCESS, bytes_move_both_ways, dialled, explain, info, link, links, statistics
-from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
+from tests.support.layers import make_both, received
+from tests.support.linking import SUCCESS, bytes_move_both_ways, dialled, explain, info, language, link, links, speaking
+from tests.support.moves import Spec, Use, call, moved, same_bytes
 
 OLD_MAJOR: Final = 10
-
-
-def offers(world: World, features: list[str]) -> None:
-    """From now on this process has these features."""
-    for module in (handshake, versions):
-        vars(module)["FEATURES"] = features
 
 
 def packets_of(world: World, version: int) -> None:
@@ -40,59 +34,27 @@ def packets_of(world: World, version: int) -> None:
     vars(rendezvous)["VERSION"] = version
 
 
-def longer(message: wire.Message) -> bytes:
-    """Return a frame with two elements more at the end, as a later version may have."""
-    payload = wire.encode([*msgspec.msgpack.decode(wire.encode(message)), "later", {"x": [1]}])
-    return wire.FRAME_HEADER.pack(len(payload)) + payload
-
-
-class _Later(Stranger):
-    def say(self, *what: bytes | wire.Message) -> None:
-        super().say(*(each if isinstance(each, bytes) else longer(each) for each in what))
-
-
 @pytest.mark.parametrize("over", ["tcp", "shm"])
-def test_unknown_features_and_elements_of_a_dialer_are_ignored(request: pytest.FixtureRequest, over: str) -> None:
+def test_unknown_features_and_elements_are_ignored_by_both_sides(request: pytest.FixtureRequest, over: str) -> None:
+    """Each message has two elements more at the end, as a later version's may have."""
     pair: Pair = request.getfixturevalue(f"{over}_pair")
-    pair.start()
-    pair.prompt.do(make, "kv", Spec(keys=(CacheKey(1, 7, 0),)), 1)
-    with _Later(pair.prompt.port) as stranger:
-        hello: dict[str, Any] = {"features": ["unknown", *FEATURES, "x" * 64], "transport": over}
-        stranger.link(over=over, **hello)
-        stranger.is_served()
-        stranger.say(wire.Resolve(1, False, (Namespace.REQUEST, 7, 0), 0, 0, 1000))
-        assert stranger.hear(wire.Resolved).row == 0
-        (there,) = (each for each in pair.prompt.do(statistics).links if each.remote_cluster_id == 66)
-        assert (there.protocol, there.transport) == (versions.VERSIONS[1], over)
-    bytes_move_both_ways(pair.prompt, pair.decoder)
+    prompt, decoder = pair.start(linked=False)
+    kinds: set[type[wire.Message]] = set()
 
+    def longer(message: wire.Message) -> bytes:
+        kinds.add(type(message))
+        payload = wire.encode([*msgspec.msgpack.decode(wire.encode(message)), "later", {"x": [1]}])
+        return wire.FRAME_HEADER.pack(len(payload)) + payload
 
-def test_unknown_features_and_elements_of_both_greetings_are_ignored_by_both_sides(tcp_pair: Pair) -> None:
-    prompt, decoder = tcp_pair.start(linked=False)
-    kinds: list[str] = []
-
-    def lengthen(message: wire.Message) -> wire.Message | bytes:
-        if not isinstance(message, wire.Greeting):
-            return message
-        kinds.append(type(message).__name__)
-        return longer(message)
-
-    try:
-        prompt.do(offers, [*FEATURES, "of the prompt"])
-        decoder.do(offers, ["of the decoder", *FEATURES])
-        with Relay(("127.0.0.1", prompt.port or 0), (Rewriter(lengthen), Rewriter(lengthen))) as relay:
-            assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
-            bytes_move_both_ways(prompt, decoder)
-            assert kinds == ["Hello", "Welcome"]
-            spoken = [prompt.do(features_with, 2), decoder.do(features_with, 1)]
-        assert spoken == [set(FEATURES)] * 2
-    finally:
-        for end in (prompt, decoder):
-            end.do(offers, FEATURES)
-
-
-def features_with(world: World, peer: int) -> set[str]:
-    return set(world.probe.engine.links.get(peer).spoken.features)
+    ways = Rewriter(longer), Rewriter(longer)
+    unknown = speaking(prompt, features=["unknown", *FEATURES]), speaking(decoder, features=[*FEATURES, "x" * 64])
+    with unknown[0], unknown[1], Relay(("127.0.0.1", prompt.port or 0), ways) as relay:
+        assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
+        bytes_move_both_ways(prompt, decoder)
+        spoken = f"{versions.VERSIONS[1]}: {' '.join(FEATURES)}"
+        assert [prompt.do(language, 2), decoder.do(language, 1)] == [spoken] * 2
+        assert decoder.do(explain, 1).transport == over
+    assert kinds >= {wire.Hello, wire.Welcome, wire.TransportChoice, wire.Linked, wire.Resolve, wire.Resolved}
 
 
 @pytest.mark.parametrize("lacking", ["nobody", "dialer", "listener"])
@@ -104,24 +66,17 @@ def test_a_peer_without_reads_by_key_is_asked_where_each_row_is(tcp_pair: Pair, 
         asked.extend([message] if isinstance(message, wire.Resolve) else [])
         return message
 
-    lacks = {"dialer": decoder, "listener": prompt}.get(lacking)
-    try:
-        if lacks is not None:
-            lacks.do(offers, [])
-        with Relay(("127.0.0.1", prompt.port or 0), (Rewriter(count), Rewriter(lambda each: each))) as relay:
-            assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
-            keys = tuple(CacheKey(1, number) for number in range(10, 14))
-            source = prompt.do(make, "kv", Spec(keys=keys), 1)
-            target = decoder.do(make, "kv", Spec(), 2)
-            for row, key in enumerate(keys):
-                decoder.do(call, "pull_cache", key, Use("kv"), 7 - row)
-                target = moved(target, source, [(7 - row, row)])
-            same_bytes(decoder.do(show, "kv"), target)
-            same_bytes(prompt.do(show, "kv"), source)
-        assert len(asked) == (1 if lacks is None else len(keys))  # the first pull is always resolved
-    finally:
-        if lacks is not None:
-            lacks.do(offers, FEATURES)
+    lacks = {"dialer": [decoder], "listener": [prompt]}.get(lacking, [])
+    ways = Rewriter(count), Rewriter(lambda each: each)
+    with speaking(*lacks, features=[]), Relay(("127.0.0.1", prompt.port or 0), ways) as relay:
+        assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
+        keys = tuple(CacheKey(1, number) for number in range(10, 14))
+        target, source = make_both(decoder, prompt, Spec(), Spec(keys=keys))
+        for row, key in enumerate(keys):
+            decoder.do(call, "pull_cache", key, Use("kv"), 7 - row)
+        same_bytes(received(decoder), moved(target, source, [(7 - row, row) for row in range(4)]))
+        same_bytes(received(prompt), source)
+    assert len(asked) == (len(keys) if lacks else 1)  # the first pull is always resolved
 
 
 # --- another wire major -----------------------------------------------------------------------------------------------
@@ -190,8 +145,7 @@ def test_a_listener_of_an_older_wire_major_is_named_as_the_possible_reason(
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_builds_with_other_same_host_packets_link_over_tcp_or_say_why_not(shm_pair: Pair, forced: bool) -> None:
-    extra: dict[str, Any] = {"llm.Transport": "shm" if forced else "auto"}
-    prompt, decoder = shm_pair.start(linked=False, extra=extra)
+    prompt, decoder = shm_pair.start(linked=False, extra={"llm.Transport": "shm" if forced else "auto"})
     here = rendezvous.VERSION
     why = f"same-host packets of version {here + 1} are not understood here, only {here}"
     try:

@@ -37,15 +37,8 @@ def started(pair: Pair, **settings: Any) -> None:
         assert (end.do(words.told, peer, "transport"), end.do(words.told, peer, "protocol")) == (pair.transport, newest)
 
 
-def pulls(pair: Pair) -> None:
-    """Blocks, both ways, whatever side owns them."""
-    started(pair)
-    bytes_move_both_ways(pair.prompt, pair.decoder)
-
-
 def pushes(pair: Pair) -> None:
     """Blocks by key, and rows by cache id, both ways."""
-    started(pair, rca=True)
     for here, there in ((pair.prompt, pair.decoder), (pair.decoder, pair.prompt)):
         for verb, paged, args, row, moves in (
             ("push_blocks", True, ([1, 2, 5], [4, 0, 7]), 0, [(4, 1), (0, 2), (7, 5)]),
@@ -60,7 +53,6 @@ def pushes(pair: Pair) -> None:
 
 def keys(pair: Pair) -> None:
     """A pull by key consumes it; the next one finds nothing."""
-    started(pair)
     before, source = make_both(pair.decoder, pair.prompt, Spec(), Spec(keys=KEYS))
     for row in range(4):
         pair.decoder.do(call, "pull_cache", KEYS[row], Use("kv"), row)
@@ -72,7 +64,6 @@ def keys(pair: Pair) -> None:
 
 def grants(pair: Pair) -> None:
     """A grant that travels as bytes, one that is claimed, and the end of both."""
-    started(pair)
     before, source = make_both(pair.decoder, pair.prompt, Spec(blocks=True), PAGED)
     data = pair.prompt.do(grant, [1, 2], LONG)
     pair.decoder.do(pull, data, [2, 1], [0, 5])
@@ -88,13 +79,11 @@ def grants(pair: Pair) -> None:
 
 
 def layers_by_key(pair: Pair) -> None:
-    started(pair, rca=True)
     layers(pair, lambda receiver: keyed(receiver, "kv", range(2), row=2, dst_row=5))
 
 
 def layers_by_address(pair: Pair) -> None:
     """Over shm and nixl nobody writes so: that is said, whatever the build."""
-    started(pair)
     if pair.transport in ("cma", "tcp"):
         layers(pair, lambda receiver: raw(receiver, "kv", row=2, offset=5 * 48))
         return
@@ -115,15 +104,14 @@ def layers(pair: Pair, config: Callable[[End], object]) -> None:
 
 def checksums(pair: Pair) -> None:
     """What was pulled is compared with what the peer has."""
-    started(pair, extra={"llm.Checksum": "1"})
     bytes_move_both_ways(pair.prompt, pair.decoder)
     for end, peer in ((pair.prompt, 2), (pair.decoder, 1)):
         assert end.do(words.told, peer, "verified_bytes") == 4 * 2 * 48
 
 
 def reconnect(pair: Pair) -> None:
-    """A lost link is dialled again, by itself; the sides prove that they have met."""
-    started(pair)
+    """A lost link is dialled again, by itself; the sides prove that they have met; pulls before, after."""
+    bytes_move_both_ways(pair.prompt, pair.decoder)
     for end, peer in ((pair.decoder, 1), (pair.prompt, 2)):
         before = end.do(link_number, peer)
         end.do(lose, peer)
@@ -132,12 +120,20 @@ def reconnect(pair: Pair) -> None:
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-SCENES = (pulls, pushes, keys, grants, layers_by_key, layers_by_address, checksums, reconnect)
+RCA = {"rca": True}
+#: What is done, with the ends' settings.
+SCENES: dict[Callable[[Pair], None], dict[str, Any]] = {
+    pushes: RCA,
+    layers_by_key: RCA,
+    checksums: {"extra": {"llm.Checksum": "1"}},
+    **{scene: {} for scene in (keys, grants, layers_by_address, reconnect)},
+}
 
 
 @pytest.mark.usefixtures("children")
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_every_byte_arrives_between_two_builds(pair: Pair, scene: Callable[[Pair], None]) -> None:
+    started(pair, **SCENES[scene])
     scene(pair)
 
 
@@ -155,22 +151,11 @@ def test_a_link_of_two_builds_is_authenticated_and_again(pair: Pair, tmp_path: P
     assert pair.decoder.do(link_number, 1) == number
 
 
-def test_a_build_without_reads_by_key_is_asked_for_each_place(
-    tcp_pair: Pair, children: object, request: pytest.FixtureRequest
-) -> None:
-    """Beside a build that has the feature one question is enough; unknown features of it change nothing."""
-    started(tcp_pair)
-    before, source = make_both(tcp_pair.decoder, tcp_pair.prompt, Spec(), Spec(keys=KEYS))
-    tcp_pair.prompt.do(words.count_resolves)
-    for row, key in enumerate(KEYS):
-        tcp_pair.decoder.do(call, "pull_cache", key, Use("kv"), row)
-    same_bytes(received(tcp_pair.decoder), moved(before, source, [(row, row) for row in range(8)]))
-    lacking = "plain" in request.node.callspec.params["children"]
-    assert tcp_pair.prompt.do(words.resolves) == (len(KEYS) if lacking else 1)
-
-
-def refusal(born: Born, builds: tuple[str, str]) -> list[str]:
-    """Have the second build dial the first, in vain; return what each of them logs."""
+@pytest.mark.parametrize("turn", [1, -1], ids=["listens", "dials"])
+@pytest.mark.parametrize("other", ["far", *releases("refused")])
+def test_builds_that_cannot_link_are_refused_readably(born: Born, other: str, turn: int) -> None:
+    """If greetings can be read, both ends name both ranges. Otherwise this one says that the other build may differ."""
+    builds = (other, THIS)[::turn]
     prompt, decoder = ends = [born(each) for each in builds]
     prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
     decoder.start("DECODER", 2)
@@ -178,27 +163,14 @@ def refusal(born: Born, builds: tuple[str, str]) -> list[str]:
         end.do(words.listen_to_log)
     assert decoder.do(link, [info(1, prompt.port)])[0] is LLMStatusCode.LLM_LINK_FAILED
     wait_until(lambda: all(end.do(words.logged) for end in ends))
-    texts = [" ".join(end.do(words.logged)) for end in ends]
-    for end in reversed(ends):
+    ranges = {THIS: f"{VERSIONS[0]} to {VERSIONS[1]}", "far": f"{NEXT} to {NEXT}"}
+    for build, end in list(zip(builds, ends, strict=True))[::-1]:
+        text = " ".join(end.do(words.logged))
+        if other == "far":
+            parts = [f"{ranges[each]} at cluster {number}" for number, each in enumerate(builds, 1)]
+            assert all(part in text for part in ("no common protocol version", *parts)), text
+        elif build == THIS and "a release before 0.2.0" not in text:
+            assert all(part in text for part in (words.OF_VERSIONS[1], "install releases next to each other")), text
         assert end.do(links) == {}
         end.stop()
         end.close()
-    return texts
-
-
-@pytest.mark.parametrize("builds", [("far", THIS), (THIS, "far")], ids=["far-listens", "far-dials"])
-def test_builds_without_a_common_version_both_name_both_ranges(born: Born, builds: tuple[str, str]) -> None:
-    ranges = {THIS: f"{VERSIONS[0]} to {VERSIONS[1]}", "far": f"{NEXT} to {NEXT}"}
-    parts = ["no common protocol version", f"{ranges[builds[0]]} at cluster 1", f"{ranges[builds[1]]} at cluster 2"]
-    for text in refusal(born, builds):
-        assert [part for part in parts if part not in text] == [], text
-
-
-@pytest.mark.parametrize("role", ["listens", "dials"])
-@pytest.mark.parametrize("release", releases("refused"))
-def test_a_release_whose_greetings_cannot_be_read_is_refused_readably(born: Born, release: str, role: str) -> None:
-    """This end says that the peer's build is another one, and not merely that it hung up."""
-    builds = (release, THIS) if role == "listens" else (THIS, release)
-    text = refusal(born, builds)[builds.index(THIS)]
-    says = words.OF_VERSIONS[1], "install releases next to each other"
-    assert all(part in text for part in says) or "a release before 0.2.0" in text, text

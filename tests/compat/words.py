@@ -1,10 +1,9 @@
 """What the tests with two builds send to an end. All ends have this text, whatever their build: it
-asks what is public, but for :func:`newest` and :func:`count_resolves`."""
+asks what is public, but for :func:`newest`."""
 
 import logging
 import threading
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import Counter
 from logging.handlers import BufferingHandler
 from typing import Any, Final
 
@@ -53,24 +52,6 @@ def logged(world: World) -> list[str]:
     return [record.getMessage() for record in world.memory["log"].buffer]
 
 
-def count_resolves(world: World) -> None:
-    """Count the questions for a place that come from now on. No public way shows them."""
-    from llm_datadist._links.messages import Resolve
-
-    asked = world.memory["resolves"] = []
-
-    def answer(link: Any, message: Any, honest: Any) -> None:
-        asked.append(message)
-        honest(link, message)
-
-    world.memory["counting"] = counting = ExitStack()
-    counting.enter_context(world.probe.answered(Resolve, answer))
-
-
-def resolves(world: World) -> int:
-    return len(world.memory["resolves"])
-
-
 # --- pulls under load, each judged ---
 def contents(cluster_id: int) -> NDArray[np.uint8]:
     """Return the bytes of a prompt's cache, in every build: [tensor, block, byte]."""
@@ -92,85 +73,58 @@ def publish(world: World, cluster_id: int, spoilt: bool = False) -> None:
     world.caches["kv"] = world.cm.register_blocks_cache(_KIND, list(cache.tensor_addrs), BlocksCacheKey(cluster_id, 0))
 
 
-@dataclass
-class Met:
-    """What pulls met: how many were right, wrong bytes, and failures by whose they are."""
-
-    right: int = 0
-    wrong_bytes: int = 0
-    restarts: list[str] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-
-
-class Judge(threading.Thread):
-    """Pulls from one prompt and compares every byte, until told to stop.
+def _pull(world: World, cluster_id: int, port: int) -> None:
+    """Pull from one prompt and compare every byte, until told to stop; count what is met, and whose failures are.
 
     A restarted prompt is for a moment unreachable, then another process without a link, then one without its cache.
     """
+    met, over = world.memory["met"][cluster_id], world.memory["over"]
+    cache = world.cm.allocate_blocks_cache(_KIND)
+    here, there, random = _bytes(cache), contents(cluster_id), np.random.default_rng()
+    dial(world, cluster_id, port)  # what fails is met by the pulls
+    while not over.wait(0.005):  # so that restarts have the processor too
+        src, dst = (random.permutation(BLOCKS)[:6].tolist() for _ in range(2))
+        for tensor in here:
+            tensor[:] = 0xEE
+        try:
+            world.cm.pull_blocks(BlocksCacheKey(cluster_id, 0), cache, src, dst)
+        except LLMException as error:
+            expected_then = isinstance(error, (NotLinked, PeerLost, CacheNotFound))
+            met[
+                _whose(str(error)) or (f"restart: {type(error).__name__}" if expected_then else f"other: {error!r}")
+            ] += 1
+            over.wait(0.02)
+            if not isinstance(error, CacheNotFound):
+                status, text = dial(world, cluster_id, port)
+                if status not in ("LLM_SUCCESS", "LLM_ALREADY_LINK"):
+                    met[_whose(text) or f"restart: {status} of link_clusters"] += 1
+            continue
+        expected = np.full_like(there, 0xEE)
+        expected[:, dst] = there[:, src]
+        met["right" if all(map(np.array_equal, here, expected)) else "wrong"] += 1
 
-    def __init__(self, world: World, cluster_id: int, port: int) -> None:
-        super().__init__(name="pulls")
-        self.met = Met()
-        self.over = threading.Event()
-        self._world, self._prompt = world, (cluster_id, port)
 
-    def run(self) -> None:
-        cache = self._world.cm.allocate_blocks_cache(_KIND)
-        here, there = _bytes(cache), contents(self._prompt[0])
-        random = np.random.default_rng()
-        while not self.over.wait(0.005):  # so that restarts have the processor too
-            src, dst = (random.permutation(BLOCKS)[:6].tolist() for _ in range(2))
-            for tensor in here:
-                tensor[:] = 0xEE
-            try:
-                self._world.cm.pull_blocks(BlocksCacheKey(self._prompt[0], 0), cache, src, dst)
-            except LLMException as error:
-                self._judge(error)
-                continue
-            expected = np.full_like(there, 0xEE)
-            expected[:, dst] = there[:, src]
-            wrong = sum(int(np.count_nonzero(got != wanted)) for got, wanted in zip(here, expected, strict=True))
-            self.met.wrong_bytes += wrong
-            self.met.right += not wrong
-
-    def _judge(self, error: LLMException) -> None:
-        """Count a failure as the version's, a restart's or another; link again."""
-        if any(words in str(error) for words in OF_VERSIONS):
-            self.met.versions.append(str(error))
-        elif isinstance(error, (NotLinked, PeerLost, CacheNotFound)):
-            self.met.restarts.append(type(error).__name__)
-        else:
-            self.met.others.append(repr(error))
-        self.over.wait(0.02)
-        if isinstance(error, CacheNotFound):
-            return
-        status, text = dial(self._world, *self._prompt)
-        if any(words in text for words in OF_VERSIONS):
-            self.met.versions.append(text)
-        elif status not in ("LLM_SUCCESS", "LLM_ALREADY_LINK"):
-            self.met.restarts.append(f"{status} of link_clusters")
+def _whose(text: str) -> str:
+    return f"version: {text}" if any(words in text for words in OF_VERSIONS) else ""
 
 
 def pull_all_the_time(world: World, prompts: dict[int, int]) -> None:
     """Link to each of these (cluster id: port), and pull from it in a thread of its own."""
-    world.memory["judges"] = {each: Judge(world, each, port) for each, port in prompts.items()}
-    for cluster_id, judge in world.memory["judges"].items():
-        dial(world, cluster_id, prompts[cluster_id])  # what fails is judged by the pulls
-        judge.start()
+    world.memory |= {"met": {each: Counter() for each in prompts}, "over": threading.Event()}
+    world.memory["pulls"] = [threading.Thread(target=_pull, args=(world, *each)) for each in prompts.items()]
+    for thread in world.memory["pulls"]:
+        thread.start()
 
 
-def met(world: World) -> dict[int, Met]:
-    """Return what the pulls from each prompt have met so far."""
-    return {cluster_id: each.met for cluster_id, each in world.memory.get("judges", {}).items()}
+def met(world: World) -> list[dict[str, int]]:
+    """Return how often the pulls from each prompt have met what: ``right``, ``wrong``, or a failure by whose it is."""
+    return [dict(each) for each in world.memory.get("met", {}).values()]
 
 
-def stop_pulling(world: World) -> dict[int, Met]:
+def stop_pulling(world: World) -> list[dict[str, int]]:
     """Stop, if this end pulls; return what the pulls have met."""
-    judges: list[Judge] = list(world.memory.get("judges", {}).values())
-    for judge in judges:
-        judge.over.set()
-    for judge in judges:
-        judge.join(30)
-        assert not judge.is_alive(), "a pull does not end"
+    for thread in world.memory.get("pulls", []):
+        world.memory["over"].set()
+        thread.join(30)
+        assert not thread.is_alive(), "a pull does not end"
     return met(world)

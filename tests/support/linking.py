@@ -1,7 +1,8 @@
 """What the link tests send to an end: linking and unlinking by plain numbers, states, proof that a link works."""
 
 import socket
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
 from llm_datadist._deadline import Deadline
+from llm_datadist._links import handshake, versions
+from llm_datadist._links.versions import FEATURES, VERSIONS
 from llm_datadist.errors import LinkError, NotLinked
 from tests.support.ends import Call, End, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
@@ -35,6 +38,31 @@ def dialled(world: World, port: int) -> str:
     except LinkError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def speaks(world: World, spoken: tuple[int, int], features: Sequence[str]) -> None:
+    """From now on this process offers this range of versions and these features."""
+    for module in (handshake, versions):
+        vars(module).update(VERSIONS=spoken, FEATURES=features)
+
+
+@contextmanager
+def speaking(*ends: End, spoken: tuple[int, int] = VERSIONS, features: Sequence[str] = FEATURES) -> Iterator[None]:
+    """The ends offer other versions or features for a while."""
+    for end in ends:
+        end.do(speaks, spoken, features)
+    try:
+        yield
+    finally:
+        for end in ends:
+            end.do(speaks, VERSIONS, FEATURES)
+
+
+def language(world: World, peer: int) -> str:
+    """Return the version and the features of a link."""
+    version, features = links_of(world).get(peer).spoken
+    assert [each.protocol for each in world.dd.statistics().links] == [version]
+    return f"{version}: {' '.join(sorted(features))}"
 
 
 def unlink(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000, force: bool = False) -> Codes:

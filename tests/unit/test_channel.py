@@ -27,7 +27,6 @@ from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
-from llm_datadist._transport.address import WIRE_MAJOR
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
 
@@ -220,18 +219,6 @@ def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_la
     large = messages.Resolved(1, 1, msgspec.Raw(b"\xc0"), 0, b"x" * FRAME_LIMIT, b"", [], 0)
     with pytest.raises(ProtocolError, match=f"Resolved of .* at most {FRAME_LIMIT}"):
         frame(large)
-
-
-def test_the_preamble_tells_a_version_and_a_hello_holds_nothing_that_is_not_announced() -> None:
-    assert len(messages.CONTROL_PREAMBLE) == messages.PREAMBLE_BYTES == 12
-    assert messages.CONTROL_PREAMBLE[:8].isascii()
-    assert int.from_bytes(messages.CONTROL_PREAMBLE[8:10], "big") == WIRE_MAJOR
-    # Read as a frame header by a peer that expects one, it announces more than a frame may have.
-    assert FRAME_HEADER.unpack(messages.CONTROL_PREAMBLE[:4])[0] > FRAME_LIMIT
-    assert " ".join(messages.Hello.__struct_fields__) == (
-        "versions features cluster_id incarnation remote_accessible pid host transport nonce share offers "
-        "wanted reconnects token communicator"
-    )
 
 
 # Channels

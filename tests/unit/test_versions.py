@@ -1,5 +1,6 @@
 """The language of a link: which version and features two sides speak, and the refusal that names both ranges."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,76 +11,39 @@ from llm_datadist._links.identity import Transcript
 from llm_datadist._links.versions import READS_BY_KEY, Spoken, agree
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 
-Range = tuple[int, int]
-MOST = 2**32 - 1
+NUMBERS = (0, 10, 11, 12, 13, 2**32 - 1)
+
+
+def test_the_newest_common_version_or_a_refusal_that_names_both_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ranges of the peer are none."""
+    ranges = list(product(NUMBERS, repeat=2))
+    for mine, theirs in product([(low, high) for low, high in ranges if low <= high], ranges):
+        monkeypatch.setattr(versions, "VERSIONS", mine)
+        hello = hello_of(66, bytes(16), bytes(16), versions=theirs)
+        common = [each for each in NUMBERS if all(low <= each <= high for low, high in (mine, theirs))]
+        if common:
+            assert agree(7, hello) == Spoken(max(common), frozenset({READS_BY_KEY}))
+            continue
+        with pytest.raises(LinkRefused) as caught:
+            agree(7, hello)
+        assert f"{theirs[0]} to {theirs[1]} at cluster 66, {mine[0]} to {mine[1]} at cluster 7" in str(caught.value)
+        assert caught.value.status_code is LLMStatusCode.LLM_LINK_FAILED
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "version"),
-    [
-        ((11, 11), (11, 11), 11),
-        ((11, 11), (10, 11), 11),
-        ((11, 11), (11, 12), 11),
-        ((11, 12), (11, 11), 11),
-        ((10, 12), (11, 13), 12),
-        ((10, 12), (9, 10), 10),
-        ((11, 11), (0, MOST), 11),
-        ((11, 11), (12, 12), None),
-        ((11, 11), (10, 10), None),
-        ((11, 12), (13, 14), None),
-        ((11, 12), (9, 10), None),
-        # Ranges that are none.
-        ((11, 11), (12, 11), None),
-        ((11, 11), (11, 10), None),
-        ((11, 11), (MOST, 0), None),
-        ((10, 12), (12, 10), None),
-        ((11, 11), (0, 0), None),
-        ((11, 11), (MOST, MOST), None),
-    ],
-)
-def test_the_newest_common_version_or_a_refusal_that_names_both_ranges(
-    monkeypatch: pytest.MonkeyPatch, mine: Range, theirs: Range, version: int | None
-) -> None:
-    monkeypatch.setattr(versions, "VERSIONS", mine)
-    hello = hello_of(66, bytes(16), bytes(16), versions=theirs)
-    if version is not None:
-        assert agree(7, hello) == Spoken(version, frozenset({READS_BY_KEY}))
-        return
-    with pytest.raises(LinkRefused) as caught:
-        agree(7, hello)
-    assert f"{theirs[0]} to {theirs[1]} at cluster 66, {mine[0]} to {mine[1]} at cluster 7" in str(caught.value)
-    assert caught.value.status_code is LLMStatusCode.LLM_LINK_FAILED
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "common"),
-    [
-        (["a", "b"], ["b", "a"], {"a", "b"}),
-        (["a", "b"], ["c", "b", "b"], {"b"}),
-        (["a"], [], set()),
-        ([], ["a"], set()),
-        (["a"], ["A", "a ", ""], set()),
-    ],
+    ("mine", "theirs", "common"), [("ab", "ba", "ab"), ("ab", "cbb", "b"), ("a", "", ""), ("", "a", ""), ("a", "A", "")]
 )
 def test_features_of_one_side_alone_are_ignored(
-    monkeypatch: pytest.MonkeyPatch, mine: list[str], theirs: list[str], common: set[str]
+    monkeypatch: pytest.MonkeyPatch, mine: str, theirs: str, common: str
 ) -> None:
-    monkeypatch.setattr(versions, "FEATURES", mine)
-    assert agree(7, hello_of(66, bytes(16), bytes(16), features=theirs)).features == common
+    monkeypatch.setattr(versions, "FEATURES", list(mine))
+    assert agree(7, hello_of(66, bytes(16), bytes(16), features=list(theirs))).features == set(common)
 
 
 def test_the_digest_tells_every_change_of_what_two_greetings_say_of_their_language() -> None:
+    changes: list[dict[str, Any]] = [{"versions": each} for each in ((11, 12), (11, 11), (12, 12))]
+    changes += [{"features": each} for each in (["a"], ["ab"], [], ["b", "a"])] + [{"nonce": bytes(15) + b"\1"}]
     hello = {"versions": (11, 12), "features": ["a", "b"]}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"versions": (11, 11)},
-        {"versions": (12, 12)},
-        {"features": ["a"]},
-        {"features": ["ab"]},
-        {"features": []},
-        {"features": ["b", "a"]},
-        {"nonce": bytes(15) + b"\1"},
-    ]
     heard = [hello_of(1, bytes(16), bytes(16), **(hello | change)) for change in changes]
     digests = {Transcript.of(*both).digest() for one in heard for both in ((one, heard[0]), (heard[0], one))}
     assert len(digests) == 2 * len(changes) - 1  # with none changed both are the same

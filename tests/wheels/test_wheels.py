@@ -11,9 +11,8 @@ import tomllib
 import venv
 import zipfile
 from email import message_from_bytes
-from email.message import Message
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, cast
 
 import pytest
 
@@ -115,39 +114,31 @@ def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) 
     assert files(made) == files(built("*x86_64.whl"))
 
 
-def metadata(built: Path) -> Message:
-    """Return the metadata of a wheel or an sdist."""
-    if built.suffix == ".whl":
-        archive = zipfile.ZipFile(built)
-        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
-        return message_from_bytes(archive.read(name))
-    with tarfile.open(built) as sdist:
-        file = sdist.extractfile(f"{built.name.removesuffix('.tar.gz')}/PKG-INFO")
-        assert file is not None
-        return message_from_bytes(file.read())
-
-
 @pytest.mark.parametrize("pattern", ["*x86_64.whl", "*aarch64.whl", "*.tar.gz"])
 def test_the_metadata_is_that_of_this_tree(pattern: str) -> None:
-    found, file = metadata(built(pattern)), built(pattern).name
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (found["Name"], found["Version"]) == ("open-datadist", llm_datadist.__version__)
-    assert re.split(r"-|\.tar", file)[:2] == ["open_datadist", llm_datadist.__version__]
-    assert (found["License-Expression"], found.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
-    assert (found["Requires-Python"], found["Summary"]) == (project["requires-python"], project["description"])
-    assert found.get_all("Classifier") == project["classifiers"]
-    assert found["Keywords"].split(",") == project["keywords"]
-    assert found["Author"] == project["authors"][0]["name"]
+    file = built(pattern)
+    if file.suffix == ".whl":
+        archive = zipfile.ZipFile(file)
+        data = archive.read(next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA")))
+    else:
+        with tarfile.open(file) as sdist:
+            data = cast("IO[bytes]", sdist.extractfile(f"{file.name.removesuffix('.tar.gz')}/PKG-INFO")).read()
+    found, project = message_from_bytes(data), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version, extras = llm_datadist.__version__, project["optional-dependencies"]
+    assert re.split(r"-|\.tar", file.name)[:2] == ["open_datadist", version]
+    one = {"Name": "open-datadist", "Version": version, "License-Expression": "Apache-2.0", "License-File": "LICENSE"}
+    one |= {"Requires-Python": project["requires-python"], "Summary": project["description"]}
+    one |= {"Author": project["authors"][0]["name"], "Description-Content-Type": "text/markdown"}
+    assert {name: found.get_all(name) for name in one} == {name: [value] for name, value in one.items()}
     assert found.get_all("Project-URL") is None, "no page of the project is public"
-    needed = found.get_all("Requires-Dist", [])
-    assert [each for each in needed if "extra ==" not in each] == project["dependencies"]
-    assert sorted(found.get_all("Provides-Extra", [])) == sorted(project["optional-dependencies"])
-    extras = [each.partition(";")[0].strip() for each in needed if "extra ==" in each]
-    assert sorted(extras) == sorted(each for some in project["optional-dependencies"].values() for each in some)
-    payload = found.get_payload(decode=True)
-    assert isinstance(payload, bytes)
-    assert found["Description-Content-Type"] == "text/markdown"
-    assert payload.decode().strip() == (ROOT / "README.md").read_text().strip()
+    assert (found.get_all("Classifier"), found["Keywords"].split(",")) == (project["classifiers"], project["keywords"])
+    needed = [each.partition(";") for each in found.get_all("Requires-Dist", [])]
+    assert ["".join(each) for each in needed if "extra ==" not in each[2]] == project["dependencies"]
+    assert sorted(found.get_all("Provides-Extra", [])) == sorted(extras)
+    assert sorted(each[0].strip() for each in needed if "extra ==" in each[2]) == sorted(
+        each for some in extras.values() for each in some
+    )
+    assert cast(bytes, found.get_payload(decode=True)).decode().strip() == (ROOT / "README.md").read_text().strip()
 
 
 def files(wheel: Path) -> set[str]:
