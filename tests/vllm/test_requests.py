@@ -417,7 +417,12 @@ def test_a_grant_is_renewed_while_its_request_runs_and_once_it_is_offered(
 ) -> None:
     prefill, renewed, now = make("prefill", lease_s=3600), [], [time.monotonic()]
     renew = Grant.renew
-    monkeypatch.setattr(Grant, "renew", lambda grant, ttl: (renewed.append(ttl), renew(grant, ttl)))
+
+    def renew_seen(grant: Grant, ttl: float) -> None:
+        renewed.append(ttl)
+        renew(grant, ttl)
+
+    monkeypatch.setattr(Grant, "renew", renew_seen)
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
     request = prefill.add("one")
     prefill.compute(request, [1, 2, 3], len(PROMPT))

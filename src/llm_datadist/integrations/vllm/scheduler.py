@@ -13,8 +13,8 @@ A grant is given during the step that writes its last bytes, and its token is in
 out with that step's output or a later one, which exists once every rank has run the step. So whoever has a token finds
 all grants given, and all bytes written; a grant that is revoked was never named to anybody.
 
-Sliding windows move on: an offer whose first blocks vLLM has freed by its end, after more tokens or because the window
-of the next token begins a block, is not handed out.
+Sliding windows move on. If vLLM has freed blocks of the grant by the request's end, no offer is handed out: after more
+tokens, or if a block begins where the next token's window does, since a decode engine computes the last token again.
 
 HTTP clients write ``kv_transfer_params``: references are verified here, before anything is spent on them. A request
 with a refused one is parked without a fetch, and workers report it as failed in the same step.
