@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from vllm.config import KVTransferConfig
+from vllm.entrypoints.llm import LLM
+from vllm.sampling_params import SamplingParams
 
 from five_cases import prompts
 from llm_datadist.errors import DeadlineExceeded, GrantEnded
@@ -23,7 +25,6 @@ from llm_datadist.integrations.vllm.offers import KvOffer
 from servers import Connector
 from tests.vllm.reader import Reader
 from tests.vllm.seen import SeenConnector
-from vllm import LLM, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
