@@ -20,18 +20,21 @@ from vllm.v1.request import Request, RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
-from llm_datadist.integrations.vllm import engines, worker
+from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, worker
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.worker import RankWorker
+from llm_datadist.types.grant import Grant
 from tests.support.moves import wait_until
 from tests.vllm.odd import odd_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 BLOCKS, TOKENS = 64, 8
 PROMPT = list(range(20))  # three blocks
+#: A step without tokens.
+NOTHING: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
 
 
 class Engine:
@@ -71,9 +74,16 @@ class Engine:
         self.ended: dict[str, bool] = {}  # fetches: whether they came
         self.sent: set[str] = set()
 
-    def step(self) -> None:
-        """Let the worker have its orders, and the scheduler what came of earlier ones."""
-        self.worker.obey(self.scheduler.take_orders(), idle=True)
+    def step(self, tokens: dict[str, int] | None = None, blocks: Any = (), preempted: Iterable[str] = ()) -> None:
+        """Let the worker have its orders, and the scheduler what came of earlier ones; compute tokens of a request."""
+        step: Any = SimpleNamespace(
+            num_scheduled_tokens=tokens or {},
+            preempted_req_ids=set(preempted),
+            kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda _: (blocks,)),
+        )
+        orders = self.scheduler.take_orders(step)
+        self.worker.revoke(orders)
+        self.worker.obey(orders, idle=not tokens)
         results = self.worker.results()
         self.ended |= {each: each not in results.failed_recving for each in results.finished_recving}
         self.sent |= results.finished_sending
@@ -100,13 +110,34 @@ class Engine:
             assert self.scheduler.finished(request, (blocks,)) == (False, None)
         return count > 0
 
-    def prefill(self, name: str, params: Any, blocks: list[int], prompt: list[int] = PROMPT) -> dict[str, Any] | None:
-        request = asked(name, params, prompt)
+    def add(self, name: str, prompt: list[int] = PROMPT, cached: int = 0) -> Request:
+        """Add a request to be decoded elsewhere, the first tokens of which are cached."""
+        request = asked(name, {"do_remote_decode": True}, prompt)
+        request.num_computed_tokens = cached
         self.scheduler.on_new_request(request)
-        request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(prompt)
+        return request
+
+    def compute(self, request: Request, blocks: list[int], count: int = 1, preempted: Iterable[str] = ()) -> None:
+        self.step({request.request_id: count}, blocks, preempted)
+        request.num_computed_tokens += count
+
+    def finish(
+        self, request: Request, blocks: list[int], status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
+    ) -> dict[str, Any] | None:
+        request.status = status
         kept, offer = self.scheduler.finished(request, (blocks,))
         assert kept is (offer is not None)
         return offer
+
+    def prefill(self, name: str, params: Any, blocks: list[int], prompt: list[int] = PROMPT) -> dict[str, Any] | None:
+        request = asked(name, params, prompt)
+        self.scheduler.on_new_request(request)
+        self.compute(request, blocks, len(prompt))
+        return self.finish(request, blocks)
+
+    def unoffered(self, name: str) -> dict[str, Any]:
+        """Return what a decode engine would be given, had the offer of a running request been handed out."""
+        return {"do_remote_prefill": True, "datadist": self.scheduler.granted[name].reference}
 
     def fetched(self, name: str, params: Any, blocks: list[int]) -> bool:
         assert self.decode(name, params, blocks)
@@ -139,10 +170,9 @@ def make() -> Iterator[Callable[..., Engine]]:
 
 
 def offered(prefill: Engine, name: str, blocks: list[int]) -> dict[str, Any]:
-    """Return the offer of a request whose KV is random bytes."""
+    """Return the offer of a request whose KV is random bytes; the engine makes no further step."""
     prefill.kv[blocks] = torch.randint(-128, 127, (len(blocks), 2, TOKENS, 64), dtype=torch.int8)
     params = prefill.prefill(name, {"do_remote_decode": True}, blocks)
-    prefill.step()
     assert params is not None
     return params
 
@@ -180,11 +210,12 @@ def test_tokens_in_place_of_embeddings_are_neither_offered_nor_fetched(make: Cal
     prefill, decode = make("prefill"), make("decode")
     mixed = asked("mixed", {"do_remote_decode": True}, PROMPT)
     mixed.prompt_embeds = torch.zeros(len(PROMPT), 8)
-    mixed.status, mixed.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(PROMPT)
-    assert prefill.scheduler.finished(mixed, ([1, 2, 3],)) == (False, None)
+    prefill.scheduler.on_new_request(mixed)
+    prefill.compute(mixed, [1, 2, 3], len(PROMPT))
+    assert prefill.finish(mixed, [1, 2, 3]) is None
     mixed.kv_transfer_params = offered(prefill, "tokens", [1, 2, 3])
     decode.scheduler.on_new_request(mixed)
-    assert decode.scheduler.take_orders().claims == {}
+    assert decode.scheduler.take_orders(NOTHING).claims == {}
 
 
 def test_a_reference_that_is_refused_costs_no_order_but_its_own_failure(make: Callable[..., Engine]) -> None:
@@ -193,7 +224,7 @@ def test_a_reference_that_is_refused_costs_no_order_but_its_own_failure(make: Ca
     text = params["datadist"]
     assert decode.decode("forged", params | {"datadist": text[:-1] + ("0" if text[-1] != "0" else "1")}, [1, 2, 3])
     assert decode.decode("another's", params, [1, 2, 3], PROMPT[1:])
-    orders = decode.scheduler.take_orders()
+    orders = decode.scheduler.take_orders(NOTHING)
     assert (orders.claims, orders.fetches, orders.drops) == ({}, {}, [])
     assert orders.refused == ["forged", "another's"]
     assert decode.fetched("true", params, [1, 2, 3])
@@ -249,17 +280,161 @@ def test_orders_which_vllm_logs_when_a_step_fails_show_no_token() -> None:
     assert repr(token) not in shown
 
 
-def test_signed_references_without_grants_keep_no_other_request_waiting(make: Callable[..., Engine]) -> None:
+def test_signed_references_without_grants_are_claimed_once_without_a_wait(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = make("prefill"), make("decode")
     params = offered(prefill, "first", [1, 2, 3])
+    manager, waits = decode.worker.datadist.cache_manager, []
+    claim = manager.claim_grant
+
+    def claim_grant(cluster_id: int, token: bytes, readers: int = 1, wait: bool = True) -> Any:
+        waits.append(wait)
+        return claim(cluster_id, token, readers, wait)
+
+    monkeypatch.setattr(manager, "claim_grant", claim_grant)
     names = {f"vain{number}" for number in range(80)}
     for name in names:
         assert decode.decode(name, signed(params, nonce=random.randbytes(16)), [7, 8, 9])
-    decode.step()
     assert decode.fetched("first", params, [6, 4, 5])
-    assert len(decode.ended) < 80, "the others wait still"
     decode.until(lambda: names <= decode.ended.keys())
     assert not any(decode.ended[name] for name in names)
+    assert waits == [False] * 81
+
+
+@pytest.mark.parametrize("cached", [0, 5, 19])
+def test_blocks_are_granted_in_the_step_of_the_last_prompt_token(make: Callable[..., Engine], cached: int) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    request = prefill.add("one", cached=cached)
+    for _ in range(cached, 19):
+        prefill.compute(request, [1, 2, 3])
+        assert prefill.worker.stats.is_empty()
+    prefill.kv[[1, 2, 3]] = 7
+    prefill.compute(request, [1, 2, 3])
+    params = prefill.finish(request, [1, 2, 3, 4])  # a token more was scheduled already
+    assert decode.fetched("one", params, [6, 4, 5])
+    assert bool((decode.kv[[4, 5, 6]] == 7).all())
+    assert decode.kv.count_nonzero() == 3 * 2 * TOKENS * 64
+
+
+@pytest.mark.parametrize("why", ["abort", "error", "window", "more input"])
+def test_a_granted_request_that_ends_otherwise_is_not_offered_and_its_token_is_dead(
+    make: Callable[..., Engine], why: str
+) -> None:
+    prefill, decode = make("prefill", max_unclaimed_blocks=3, lease_s=3600), make("decode")
+    request = prefill.add("one")
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    given = prefill.unoffered("one")
+    claimed = asked("alive", given, PROMPT)
+    decode.scheduler.on_new_request(claimed)
+    decode.step()
+    wait_until(prefill.worker.given["one"].grant.claimed)  # the token is good: it is dead later because it was revoked
+    status = {"abort": RequestStatus.FINISHED_ABORTED, "error": RequestStatus.FINISHED_ERROR}
+    if why == "more input":
+        request.num_prompt_tokens += 1
+    ended = status.get(why, RequestStatus.FINISHED_STOPPED)
+    assert prefill.finish(request, [0, 2, 3] if why == "window" else [1, 2, 3], ended) is None
+    assert not prefill.scheduler.unclaimed
+    prefill.step()
+    assert not decode.fetched("late", given, [6, 4, 5])
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: ([6, 4, 5],))
+    decode.scheduler.allocated(claimed, blocks, len(PROMPT))
+    decode.until(lambda: "alive" in decode.ended)
+    assert not decode.ended["alive"], "a claim from before lasts no longer"
+    assert decode.kv.count_nonzero() == 0
+    stats = prefill.worker.stats.take()
+    assert stats is not None
+    assert stats.data["revoked_grants"] == 1
+    assert prefill.sent == set(), "vLLM has freed the blocks by itself"
+    assert comes(prefill, decode, "honest")
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["computed again in the same step", "later"])
+def test_a_preempted_request_is_revoked_before_the_step_and_granted_anew(
+    make: Callable[..., Engine], at_once: bool
+) -> None:
+    prefill, decode = make("prefill", max_unclaimed_blocks=3), make("decode")
+    request = prefill.add("one")
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    first = prefill.unoffered("one")
+    grant = prefill.worker.given["one"].grant
+    request.num_computed_tokens = 0
+    if not at_once:
+        prefill.step(preempted=["one"])
+        assert not grant.active
+        assert prefill.finish(prefill.add("other"), []) is None  # nothing of it was computed
+    prefill.kv[[1, 2, 3]] = 5  # another request's
+    prefill.kv[[7, 8, 9]] = 7
+    prefill.compute(request, [7, 8, 9], len(PROMPT), preempted=["one"] if at_once else [])
+    params = prefill.finish(request, [7, 8, 9])
+    assert params is not None
+    assert params["datadist"] != first["datadist"]
+    assert not decode.fetched("first", first, [6, 4, 5])
+    assert decode.fetched("second", params, [6, 4, 5])
+    assert bool((decode.kv[[4, 5, 6]] == 7).all())
+
+
+def test_grants_end_by_the_hook_that_precedes_the_step(make: Callable[..., Engine]) -> None:
+    prefill = make("prefill")
+    request = prefill.add("one")
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    grant = prefill.worker.given["one"].grant
+    connector = object.__new__(LLMDataDistConnector)
+    connector._worker, connector._scheduler = prefill.worker, prefill.scheduler
+    step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids={"one"}, kv_connector_block_state=None)
+    orders = connector.build_connector_meta(step)
+    assert grant.active
+    connector.handle_preemptions(orders)
+    assert not grant.active
+
+
+def test_blocks_of_running_requests_count_until_they_are_revoked(make: Callable[..., Engine]) -> None:
+    prefill = make("prefill", max_unclaimed_blocks=3)
+    first, second, third = (prefill.add(name) for name in ("first", "second", "third"))
+    prefill.compute(first, [1, 2, 3], len(PROMPT))
+    prefill.compute(second, [4, 5, 6], len(PROMPT))
+    assert prefill.finish(second, [4, 5, 6]) is None
+    assert prefill.finish(first, [1, 2, 3], RequestStatus.FINISHED_ABORTED) is None
+    prefill.compute(third, [4, 5, 6], len(PROMPT))
+    assert prefill.finish(third, [4, 5, 6]) is not None
+
+
+def test_a_grant_that_ends_while_its_request_runs_is_reported_once_it_was_offered(make: Callable[..., Engine]) -> None:
+    prefill = make("prefill")
+    request = prefill.add("one")
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    (key,) = prefill.worker.datadist.statistics().keys
+    prefill.worker.datadist.cache_manager.unregister_cache(key.cache_id)
+    prefill.step()
+    assert prefill.finish(request, [1, 2, 3]) is not None
+    assert prefill.sent == set(), "vLLM asserts that such a request has ended"
+    prefill.step()
+    assert prefill.sent == {"one"}
+
+
+def test_a_grant_is_renewed_while_its_request_runs_and_once_it_is_offered(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, renewed, now = make("prefill", lease_s=3600), [], [time.monotonic()]
+    renew = Grant.renew
+
+    def renew_seen(grant: Grant, ttl: float) -> None:
+        renewed.append(ttl)
+        renew(grant, ttl)
+
+    monkeypatch.setattr(Grant, "renew", renew_seen)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    request = prefill.add("one")
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    for _ in range(6):
+        now[0] += 601
+        prefill.compute(request, [1, 2, 3])
+    assert renewed == [3600] * 3
+    assert prefill.finish(request, [1, 2, 3]) is not None
+    for _ in range(6):
+        prefill.step()
+        now[0] += 601
+    assert renewed == [3600] * 4, "readers that have not come have one lease"
 
 
 @pytest.mark.parametrize("change", ["incarnation", "cluster_id", "port"])

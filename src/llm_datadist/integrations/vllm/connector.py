@@ -71,7 +71,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.take_output(connector_output)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.take_orders()
+        return self._scheduler.take_orders(scheduler_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -92,6 +92,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.endpoint()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """End the grants of aborted and preempted requests, before this step overwrites their blocks."""
+        self._worker.revoke(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)

@@ -3,8 +3,7 @@
 Each engine has four threads, so a silent engine delays only its own requests. If it cannot be reached, all earlier
 orders fail, too: one timeout serves them all.
 
-A claim may precede its grant, because a scheduler answers before its workers have their orders. Such a claim holds no
-thread; it is repeated for at most a second.
+Whoever has a reference finds its grants given (`scheduler.py`), so no claim waits: an unknown token is refused at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Never
 from vllm.logger import init_logger
 
 from llm_datadist import LLMClusterInfo, LLMStatusCode
-from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, NotLinked
+from llm_datadist.errors import DeadlineExceeded, GrantEnded, LinkError, LLMException, NotLinked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,9 +35,6 @@ logger = init_logger("vllm.datadist.engines")
 
 _MAX_ENGINES: Final = 64
 THREADS: Final = 4  # for each engine
-_MAX_WAITING: Final = 64  # claims of each engine that wait for grants
-_WAIT_S: Final = 1.0
-_REPEAT_S: Final = 0.005
 
 
 class _Engine:
@@ -46,7 +42,6 @@ class _Engine:
         self.ranks = ranks
         self.threads = ThreadPoolExecutor(THREADS, "lldd-vllm-engine")
         self.users = 0  # running or held claims; guarded by Engines' lock
-        self.waiting = threading.Semaphore(_MAX_WAITING)
         self.linking = threading.Lock()
         self.failure, self.failed_at = "", -math.inf  # last failure to reach it
 
@@ -71,7 +66,6 @@ class ClaimedOffer:
     engine: _Engine
     grants: list[Grant] = field(default_factory=list)  # in the order of the shares
     ordered: float = field(default_factory=time.monotonic)
-    until: float = math.inf  # set by the first missing grant
 
 
 class Engines:
@@ -84,14 +78,13 @@ class Engines:
         self._datadist, self._host, self._link_ms = datadist, host, link_ms
         self._lock = threading.Lock()  # guards ``known`` and ``users``
         self.known: dict[int, _Engine] = {}  # by the first rank's cluster id, the longest idle first
-        self._waiter = ThreadPoolExecutor(1, "lldd-vllm-wait")
 
     def claim(self, offer: KvOffer, token: bytes, shares_of: Callable[[KvOffer], list[Share]]) -> Future[ClaimedOffer]:
         """Claim an offer's grants for the shares that ``shares_of`` returns or refuses; never waits."""
         future: Future[ClaimedOffer] = Future()
         try:
             claimed = ClaimedOffer(offer, token, shares_of(offer), self._engine_of(offer.ranks))
-            claimed.engine.threads.submit(self._advance, claimed, future)
+            claimed.engine.threads.submit(self._claim_all, claimed, future)
         except Exception as error:  # noqa: BLE001 (fails the request)
             future.set_exception(error)
         return future
@@ -126,23 +119,18 @@ class Engines:
 
     # --- on an engine's thread ----------------------------------------------------------------------------------------
 
-    def _advance(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
-        """Claim the remaining grants, until one is missing."""
+    def _claim_all(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
         try:
-            for share in claimed.shares[len(claimed.grants) :]:
-                grant = self._claim_of(claimed, share)
-                if grant is None:
-                    self._repeat_later(claimed, future)
-                    return
-                claimed.grants.append(grant)
+            for share in claimed.shares:
+                claimed.grants.append(self._claim_of(claimed, share))
         except Exception as error:  # noqa: BLE001 (fails the request)
             self.release(claimed)
             future.set_exception(error)
         else:
             future.set_result(claimed)
 
-    def _claim_of(self, claimed: ClaimedOffer, share: Share) -> Grant | None:
-        """Return one rank's grant, or None if it is not given yet."""
+    def _claim_of(self, claimed: ClaimedOffer, share: Share) -> Grant:
+        """Return one rank's grant. Raises GrantEnded if the rank does not know it."""
         engine, endpoint = claimed.engine, claimed.offer.ranks[share.rank]
         claim = partial(self._datadist.cache_manager.claim_grant, endpoint.cluster_id, claimed.token, share.readers)
         engine.check(claimed.ordered)
@@ -158,7 +146,10 @@ class Engines:
         except DeadlineExceeded as error:
             if error.budget_ms:
                 engine.fail(str(error))
-            return None
+            where = f"{endpoint.host}:{endpoint.port}"
+            raise GrantEnded(
+                f"the prefill engine at {where} has no such grant: it was used, or its time is over"
+            ) from None
 
     def _link_to(self, endpoint: RankEndpoint) -> LinkStatistics:
         """Return the link to the process of the offer, or raise NotLinked. NAT makes addresses meaningless."""
@@ -202,23 +193,7 @@ class Engines:
         info.append_remote_ip_info(endpoint.host, endpoint.port)
         return info
 
-    # --- claims that wait for grants ----------------------------------------------------------------------------------
-
-    def _repeat_later(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
-        now = time.monotonic()
-        claimed.until = min(claimed.until, now + _WAIT_S)
-        if now >= claimed.until or not claimed.engine.waiting.acquire(blocking=False):
-            raise DeadlineExceeded("the prefill engine has not given the grant in time")
-        self._waiter.submit(self._repeat, claimed, future, now + _REPEAT_S)
-
-    def _repeat(self, claimed: ClaimedOffer, future: Future[ClaimedOffer], when: float) -> None:
-        """Wait on one thread: all claims wait equally long, so none delays another."""
-        time.sleep(max(0, when - time.monotonic()))
-        claimed.engine.waiting.release()
-        claimed.engine.threads.submit(self._advance, claimed, future)
-
     def stop(self) -> None:
         """End the threads. Idempotent."""
-        self._waiter.shutdown(cancel_futures=True)
         for engine in list(self.known.values()):
             engine.threads.shutdown(cancel_futures=True)

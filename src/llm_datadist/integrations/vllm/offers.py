@@ -81,7 +81,9 @@ class Orders(KVConnectorMetadata):
     fetches: dict[str, Targets] = field(default_factory=dict)  # claimed requests that now have blocks
     drops: list[str] = field(default_factory=list)  # claimed requests that need nothing of their offer
     refused: list[str] = field(default_factory=list)  # with a refused reference, to report as failed
-    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)  # offered: token and blocks
+    revokes: list[str] = field(default_factory=list)  # granted requests whose blocks may be used again
+    grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)  # token and blocks
+    offered: list[str] = field(default_factory=list)  # granted requests that ended, and whose offer was handed out
 
 
 @dataclass

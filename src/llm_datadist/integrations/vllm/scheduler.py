@@ -5,7 +5,16 @@
 | comes with an offer | workers claim the grants, so that the prefill engine keeps the blocks |
 | gets blocks | workers fetch the KV into them |
 | has all its KV here, or ends without blocks | workers release the grants |
-| ends, to be decoded elsewhere | its blocks are granted and kept; the answer has the offer |
+| has its last prompt token computed in this step, to be decoded elsewhere | workers grant its blocks |
+| ends with these blocks | they are kept; the answer has the offer |
+| is aborted or preempted, or ends with other blocks | workers revoke the grant |
+
+A grant is given during the step that writes its last bytes, and its token is in the offer only. vLLM hands the offer
+out with that step's output or a later one, which exists once every rank has run the step. So whoever has a token finds
+all grants given, and all bytes written; a grant that is revoked was never named to anybody.
+
+Sliding windows move on. If vLLM has freed blocks of the grant by the request's end, no offer is handed out: after more
+tokens, or if a block begins where the next token's window does, since a decode engine computes the last token again.
 
 HTTP clients write ``kv_transfer_params``: references are verified here, before anything is spent on them. A request
 with a refused one is parked without a fetch, and workers report it as failed in the same step.
@@ -17,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -52,6 +63,14 @@ def init_options(vllm_config: VllmConfig) -> dict[str, str]:
     return {str(key): str(value) for key, value in dict(given).items()}
 
 
+@dataclass(frozen=True)
+class _GrantedRequest:
+    request: Request
+    tokens: int  # of the prompt, then
+    groups: Targets
+    reference: str
+
+
 class Scheduler:
     """The connector's half in the scheduler."""
 
@@ -65,8 +84,10 @@ class Scheduler:
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._layout: Layout
         self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends; False: refused
+        self._prompts: dict[str, Request] = {}  # to be decoded elsewhere: until granted, or ended
+        self.granted: dict[str, _GrantedRequest] = {}  # until they end
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
-        self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under an unclaimed grant
+        self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant without a claim
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
         self._orders = Orders()
         self.stats = Stats()
@@ -84,6 +105,8 @@ class Scheduler:
 
     def on_new_request(self, request: Request) -> None:
         asked = _asked_of(request)
+        if self.ranks and asked.get("do_remote_decode"):
+            self._prompts[request.request_id] = request
         if not asked.get("do_remote_prefill"):
             return
         self._asked[request.request_id] = False
@@ -129,27 +152,25 @@ class Scheduler:
         return found
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that is decoded elsewhere; return (keep them, the params)."""
+        """Hand out the offer of a granted request; return (keep its blocks, the params)."""
+        self._prompts.pop(request.request_id, None)
         if request.request_id in self._asked:  # without blocks: the prefill engine need not keep its own
             self._drop(request.request_id)
             return False, None
-        done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not self.ranks or request.status not in done or not _asked_of(request).get("do_remote_decode"):
+        granted = self.granted.get(request.request_id)
+        if granted is None:
             return False, None
-        prompt = _prompt_digest(request)
-        if prompt is None:
+        ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        same = request.num_prompt_tokens == granted.tokens  # not after more input to a streaming session
+        if not (ended and same and self._needed(block_ids, 0, granted.tokens) == granted.groups):
+            self._revoke(request.request_id)
             return False, None
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        groups = self._needed(block_ids, 0, tokens)
-        kept = [block for _, numbers in groups for block in numbers]
-        if not kept or not self._hold(request.request_id, kept):
-            return False, None
-        reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
-        self._orders.grants[request.request_id] = token, kept
+        del self.granted[request.request_id]
+        self._orders.offered.append(request.request_id)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [numbers for _, numbers in groups],
+            "remote_block_ids": [numbers for _, numbers in granted.groups],
             "remote_engine_id": self._config.kv_transfer_config.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self.ranks[0].host,
@@ -157,10 +178,10 @@ class Scheduler:
             "tp_size": self._config.parallel_config.tensor_parallel_size,
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": tokens,
+            "remote_num_tokens": granted.tokens,
             "remote_blocks_expiry_time": None,  # processes have different clocks
             "transfer_mode": "pull",
-            FIELD: reference,
+            FIELD: granted.reference,
         }
 
     def _hold(self, request_id: str, blocks: list[int]) -> bool:
@@ -177,14 +198,42 @@ class Scheduler:
         told = output.kv_connector_worker_meta
         claimed = told.requests if isinstance(told, ClaimedRequests) else ()
         for request_id in {*claimed, *(output.finished_sending or ())}:
-            for block in self.unclaimed.pop(request_id, ()):
-                self._held[block] -= 1
-                if not self._held[block]:
-                    del self._held[block]
+            self._let_go(request_id)
 
-    def take_orders(self) -> Orders:
+    def _let_go(self, request_id: str) -> None:
+        for block in self.unclaimed.pop(request_id, ()):
+            self._held[block] -= 1
+            if not self._held[block]:
+                del self._held[block]
+
+    def take_orders(self, step: SchedulerOutput) -> Orders:
+        """Return the orders of a step; they grant the prompts that it completes."""
+        for request_id in step.preempted_req_ids or ():
+            if request_id in self.granted:  # granted anew, with another token, once it is computed again
+                self._prompts[request_id] = self._revoke(request_id)
+        block_state = step.kv_connector_block_state
+        for request_id, count in step.num_scheduled_tokens.items() if self._prompts and block_state else ():
+            request = self._prompts.get(request_id)
+            if request is not None and request.num_computed_tokens + count >= request.num_prompt_tokens:
+                del self._prompts[request_id]
+                self._grant(request, block_state.resolve_block_ids(request_id))
         orders, self._orders = self._orders, Orders()
         return orders
+
+    def _grant(self, request: Request, block_ids: Sequence[list[int]]) -> None:
+        prompt, tokens = _prompt_digest(request), request.num_prompt_tokens
+        groups = self._needed(block_ids, 0, tokens)
+        blocks = [block for _, numbers in groups for block in numbers]
+        if prompt is None or not blocks or not self._hold(request.request_id, blocks):
+            return
+        reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
+        self.granted[request.request_id] = _GrantedRequest(request, tokens, groups, reference)
+        self._orders.grants[request.request_id] = token, blocks
+
+    def _revoke(self, request_id: str) -> Request:
+        self._orders.revokes.append(request_id)
+        self._let_go(request_id)
+        return self.granted.pop(request_id).request
 
 
 def _asked_of(request: Request) -> dict[str, Any]:

@@ -16,11 +16,11 @@ COUNTERS: Final = {
     "fetch_seconds": "Seconds in pulls, links and claims.",
     "failed_fetches": "Requests whose KV did not come.",
     "refused_offers": "Requests whose blocks were not offered: too many are kept for readers that have not come.",
-    "granted_requests": "Requests whose blocks were offered.",
+    "granted_requests": "Requests whose blocks were granted to readers.",
     "released_grants": "Offers that ended because the reader has released them.",
     "expired_grants": "Offers that ended because no reader has claimed them in time.",
     "lost_grants": "Offers that ended because their reader was lost.",
-    "revoked_grants": "Offers that their server took back, or that ended with its cache.",
+    "revoked_grants": "Grants of aborted or preempted requests, or that ended with their cache.",
 }
 
 

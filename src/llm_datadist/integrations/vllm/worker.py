@@ -6,7 +6,9 @@ Errors: a failed fetch is reported, with the reason in the log; an engine never 
 While blocks are kept or awaited, vLLM makes step after step, and would keep the interpreter from the threads here. So
 in steps without tokens its thread sleeps until a fetch ends, at most a millisecond.
 
-After its grant has ended, readers cannot get a request's bytes, and vLLM may reuse its blocks.
+A grant lasts ``lease_s``. It is renewed while its request runs, because its offer is handed out at the end, and while
+a reader has claimed it. After its grant has ended, readers cannot get a request's bytes, and vLLM may reuse its blocks:
+it is told so of offered requests only, which it has kept for that.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import secrets
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
@@ -55,6 +58,13 @@ _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
 
 
+@dataclass
+class _Given:
+    grant: Grant
+    renew_at: float
+    offered: bool = False  # its request has ended, and a reader may come
+
+
 class RankWorker:
     """The connector's half in one worker. Threads: vLLM's, unless stated."""
 
@@ -77,7 +87,7 @@ class RankWorker:
         self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
-        self._given: dict[str, tuple[Grant, float]] = {}  # by offered request; time of renewal, 0 until claimed
+        self.given: dict[str, _Given] = {}  # by granted request
         self._newly_claimed: set[str] = set()  # offered requests
         self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
@@ -139,6 +149,9 @@ class RankWorker:
     def obey(self, orders: Orders, *, idle: bool) -> None:
         """Begin the scheduler's orders; never waits. ``idle``: the step has no tokens."""
         self._idle = idle
+        self.revoke(orders)  # again, for a model runner without that hook
+        for request in orders.offered:
+            self._offer(request)
         self._fetching += len(orders.fetches) + len(orders.refused)
         for request, (token, blocks) in orders.grants.items():
             self._give(request, token, blocks)
@@ -151,15 +164,34 @@ class RankWorker:
         for request in orders.refused:
             self._ended.put((request, {"failed_fetches": 1}))
 
+    def revoke(self, orders: Orders) -> None:
+        """End grants, before anything of the step runs. Idempotent."""
+        for request in orders.revokes:
+            if (given := self.given.pop(request, None)) is not None:
+                given.grant.revoke()
+                self._count_end(given.grant)
+
+    def _offer(self, request: str) -> None:
+        """Let readers have ``lease_s`` from now on; look for their claim in each step."""
+        if (given := self.given.get(request)) is None:
+            self._over.add(request)
+        else:
+            self._renew(given)
+            given.offered, given.renew_at = True, 0
+
+    def _renew(self, given: _Given) -> None:
+        given.renew_at = time.monotonic() + self._lease_s / 3
+        with suppress(LLMException):  # it has just ended
+            given.grant.renew(self._lease_s)
+
     def _give(self, request: str, token: bytes, blocks: list[int]) -> None:
         try:
             rows: Any = rows_of(self._layout, blocks, 0, self._layout.heads)
             grant = self._cache.grant(rows, self._lease_s, token=token)
         except LLMException as error:
-            logger.error("request %s is not offered: %s", request, error)
-            self._over.add(request)
+            logger.error("the blocks of request %s are not granted: %s", request, error)
         else:
-            self._given[request] = grant, 0
+            self.given[request] = _Given(grant, time.monotonic() + self._lease_s / 3)
             self.stats.add("granted_requests")
 
     def _shares(self, offer: KvOffer) -> list[Share]:
@@ -209,20 +241,20 @@ class RankWorker:
     # --- what has ended -----------------------------------------------------------------------------------------------
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests that ended since the last call; renew claimed grants."""
+        """Return the requests whose transfer ended since the last call; renew grants."""
         sent, self._over = self._over, set()
         now = time.monotonic()
-        for request, (grant, renew_at) in list(self._given.items()):
-            if not grant.active:
-                del self._given[request]
-                sent.add(request)
-                self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
-            elif now >= renew_at and grant.claimed():
-                self._newly_claimed.add(request)
-                self._given[request] = grant, now + self._lease_s / 3
-                with suppress(LLMException):  # it has just ended
-                    grant.renew(self._lease_s)
-        wait = self._idle and not sent and bool(self._given or self._fetching)
+        for request, given in list(self.given.items()):
+            if not given.grant.active:
+                if given.offered:
+                    del self.given[request]
+                    sent.add(request)
+                    self._count_end(given.grant)
+            elif now >= given.renew_at and (not given.offered or given.grant.claimed()):
+                if given.offered:
+                    self._newly_claimed.add(request)
+                self._renew(given)
+        wait = self._idle and not sent and bool(self.given or self._fetching)
         received: dict[str, dict[str, float]] = {}
         with suppress(Empty):
             while True:
@@ -233,6 +265,9 @@ class RankWorker:
         self._fetching -= len(received)
         failed = {request for request, counted in received.items() if "failed_fetches" in counted}
         return KVConnectorTransferResults(sent, set(received), failed)
+
+    def _count_end(self, grant: Grant) -> None:
+        self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
 
     def take_claimed(self) -> ClaimedRequests | None:
         """Return the offered requests claimed since the last call."""
