@@ -344,7 +344,9 @@ def _reference() -> dict[str, Frame]:
         row_bytes=4096,
         places=[["layer.0"], ["layer.1", "layer.2"]],
         ranks=8,
-        divisible=True,
+        replicas=2,
+        order="CPU_ATTN columns",
+        strips=[(64, 4), (1, 256)],
     )
     offer = vllm.KvOffer(
         prompt=some(0x11),
