@@ -35,6 +35,7 @@ BLOCKS, TOKENS = 64, 8
 PROMPT = list(range(20))  # three blocks
 #: A step without tokens.
 NOTHING: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
+KERNEL = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="vec")
 
 
 class Engine:
@@ -54,7 +55,8 @@ class Engine:
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=TOKENS),
-            model_config=SimpleNamespace(model="m"),
+            model_config=SimpleNamespace(model="m", get_total_num_kv_heads=lambda: 2),
+            compilation_config=SimpleNamespace(static_forward_context={"layer": KERNEL}),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32)

@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import NEW, answer, offer_of, prompts
 from model import build
 from servers import CONNECTORS, MODEL, Connector, Role, Server, Servers
+from tests.vllm.latent import build_latent
 from tests.vllm.restarts import Restarts, blocks_are_free_within, references
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.timeout(600)
 OURS = CONNECTORS["datadist"]
 ALONE = ("--no-enable-prefix-caching",)
 LENGTHS = (1, 127, 128, 129, 500, 2000)
+UNEVEN = (15, 127, 128, 129, 500)
+BROKEN = Connector("ZeroedConnector", "tests.vllm.broken")
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
 NONE: dict[str, Any] = {}
@@ -61,7 +64,10 @@ class Asked:
     @classmethod
     def of(cls, folder: Path, asked: Sequence[Tokens], **changes: Any) -> Asked:
         """Make the model and ask."""
-        model = build(folder / "model", **changes)
+        return cls.by(build(folder / "model", **changes), folder, asked)
+
+    @classmethod
+    def by(cls, model: Path, folder: Path, asked: Sequence[Tokens]) -> Asked:
         with Servers(folder, model) as servers:
             return cls(model, list(asked), references(servers, asked))
 
@@ -129,15 +135,53 @@ def test_ranks_fetch_the_heads_that_are_theirs(started: Servers, asked: Asked, t
     assert prefill.metric("vllm:datadist_released_grants_total") == there * count
 
 
-def test_another_block_size_is_refused_readably(started: Servers, asked: Asked) -> None:
-    prompt, expected = asked.prompts[4], asked.expected[4]
-    prefill, failing = two(started, {"options": (*ALONE, "--block-size", "64")}, {"name": "failing"})
-    assert fetched(prefill, failing, prompt) == (500, [])
-    assert "block_tokens: 64 there, 128 here" in failing.log.read_text()
-    failing.stop()
-    recomputing = started.start("decode", replace(OURS, policy="recompute"), cores="1", options=ALONE).wait(300)
-    assert fetched(prefill, recomputing, prompt) == (200, expected)
-    assert "block_tokens: 64 there, 128 here" in recomputing.log.read_text()
+@pytest.fixture(scope="module")
+def one_head(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """A model with one KV head, which all ranks hold."""
+    several = [prompts(1, length)[0] for length in UNEVEN]
+    return Asked.of(tmp_path_factory.mktemp("one_head"), several, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """A model whose KV is one latent head."""
+    folder = tmp_path_factory.mktemp("latent")
+    return Asked.by(build_latent(folder / "model"), folder, [prompts(1, length)[0] for length in UNEVEN])
+
+
+def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """All prompts fetched have the right tokens, others than from wrong KV, and no block is kept."""
+    with Servers(folder, asked.model) as servers:
+        prefill, decode = two(servers, there, here)
+        fetch_all(prefill, decode, asked, len(asked.prompts))
+        wait_until_blocks_are_free(prefill, seconds=2)
+        assert not decode.metric("vllm:datadist_failed_fetches_total")
+        decode.stop()
+        zeroing = servers.start("decode", BROKEN, name="zeroing", **({"cores": "1", "options": ALONE} | here))
+        for prompt, expected in zip(asked.prompts, asked.expected, strict=True):
+            status, tokens = fetched(prefill, zeroing.wait(300), prompt)
+            assert status == 200
+            assert tokens != expected, "the model does not look at its KV: equal tokens prove nothing"
+
+
+RANKS: dict[int, dict[str, Any]] = {
+    1: {"blocks": 512, "options": ALONE},
+    2: {"blocks": 512, "options": (*ALONE, "--tensor-parallel-size", "2"), "cores": "0|1"},
+}
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
+@pytest.mark.parametrize("model", ["one_head", "latent"])
+def test_ranks_fetch_from_copies_of_one_head(
+    request: pytest.FixtureRequest, tmp_path: Path, model: str, there: int, here: int
+) -> None:
+    fetch_alike(tmp_path, request.getfixturevalue(model), RANKS[there], RANKS[here])
+
+
+@pytest.mark.parametrize(("there", "here"), [(32, 128), (128, 32), (96, 128)])
+def test_tokens_of_blocks_of_another_size_are_fetched(tmp_path: Path, one_head: Asked, there: int, here: int) -> None:
+    options = [{"blocks": 8192 // each, "options": (*ALONE, "--block-size", str(each))} for each in (there, here)]
+    fetch_alike(tmp_path, one_head, *options)
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SECRET_FILE: Final = "reference_secret_file"
 
-_VERSION: Final = "2"
+_VERSION: Final = "3"
 #: Hostile text is scanned once (``*+``); the payload is read only after its signature is verified.
 _FORM: Final = re.compile(r"(([0-9]{1,4})\.([0-9a-f]{16})\.([^.]*+))\.([0-9a-f]{64})")
 #: Above any offer whose grant fits a message (``MAX_GRANT``).

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from llm_datadist.integrations.vllm.kinds import require_supported
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -41,6 +42,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config)
         schedules = role is KVConnectorRole.SCHEDULER
         self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
         self._worker: Any = None if schedules else RankWorker(vllm_config, kv_cache_config)

@@ -1,13 +1,21 @@
-"""Places of the layers in memory, and the rows of a peer's ranks that go into this engine's. No I/O.
+"""Places of the layers in memory, and the parts of a peer's ranks that go into this engine's. No I/O.
 
 Each layer is a view of vLLM's one allocation. Layers of different groups may share a place, because a block belongs to
 one group at a time. A place becomes one tensor of a blocks cache. Its row is the smallest part of a block that a rank
-may need: one KV head if heads are contiguous, else the whole page.
+may need: one KV head of a page if heads are contiguous, else the whole page.
+
+Ranks beyond the number of KV heads hold copies: ``replicas`` consecutive ranks have the same heads. Readers are spread
+over them. Each rank of a peer is claimed, also one that nobody reads, because its blocks wait for a release.
+
+Engines may differ in tokens per block. Tokens then move in pieces of the greatest common divisor of both page sizes.
+Rows of equally many tokens are pulled in place. Others are pulled into a buffer and divided from there, if the kernel's
+order of bytes in a row is known.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,16 +23,21 @@ import numpy as np
 from llm_datadist.errors import CacheMismatch, LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
 
+    #: For each group of layers: index of its first block in the request, and an engine's blocks from there.
+    Groups = Sequence[tuple[int, Sequence[int]]]
+
 Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+#: A kernel order: all tokens' first component of K, then their second, and so on; then V, token by token.
+COLUMNS: Final = "CPU_ATTN columns"
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Properties that must agree before one engine reads another's memory."""
+    """Properties of an engine's KV that decide whether, and how, another engine reads it."""
 
     model: str
     dtype: str
@@ -34,24 +47,48 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_bytes: Small  # of one head of one page
     places: Annotated[list[list[str]], msgspec.Meta(min_length=1)]  # for each tensor the names of its layers
     ranks: Small  # tensor-parallel ranks of the engine
-    divisible: bool  # a page can be divided by heads
+    replicas: Small  # consecutive ranks that hold the same heads
+    order: str  # of the bytes in a row, as the attention kernel has them
+    #: Parts of a row in which a token's bytes follow the last token's: (number, bytes of a token). Empty if unknown.
+    strips: list[tuple[Small, Small]]
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine has; a peer's layout is decoded through here."""
+        tokens, rest = divmod(self.block_tokens, self.pages)
+        if rest or self.row_bytes % tokens or self.ranks % self.replicas:
+            raise ValueError("layout: pages, rows or ranks that do not divide evenly")
+        if self.strips and sum(number * nbytes for number, nbytes in self.strips) * tokens != self.row_bytes:
+            raise ValueError("layout: strips that are no row")
 
     @property
     def rows(self) -> int:
         return self.pages * self.heads
 
+    @property
+    def page_tokens(self) -> int:
+        return self.block_tokens // self.pages
+
+    @property
+    def holders(self) -> int:
+        """Number of ranks with different heads."""
+        return self.ranks // self.replicas
+
     def check(self, peer: Layout) -> None:
         """Raise CacheMismatch with every difference, unless a rank with this layout can read such a peer."""
-        same = ("model", "dtype", "block_tokens", "pages", "row_bytes", "places", "divisible")
         found = [
             f"{name}: {_short(getattr(peer, name))} there, {_short(getattr(self, name))} here"
-            for name in same
+            for name in ("model", "dtype", "order", "places")
             if getattr(peer, name) != getattr(self, name)
         ]
-        if peer.heads * peer.ranks != self.heads * self.ranks and not found:
-            found.append(f"KV heads: {peer.heads} x {peer.ranks} ranks there, {self.heads} x {self.ranks} here")
-        if not self.divisible and peer.ranks != self.ranks:
-            found.append(f"tensor parallel size: {peer.ranks} there, {self.ranks} here, and heads cannot be told apart")
+        there, here = (each.row_bytes // each.page_tokens for each in (peer, self))
+        if there != here:
+            found.append(f"bytes of a token of a row: {there} there, {here} here")
+        elif peer.heads * peer.holders != self.heads * self.holders:
+            held = [f"{each.heads} x {each.holders} ranks" for each in (peer, self)]
+            found.append(f"KV heads: {held[0]} there, {held[1]} here")
+        if peer.page_tokens != self.page_tokens and not (self.strips and self.strips == peer.strips):
+            sizes = f"{peer.block_tokens} there, {self.block_tokens} here"
+            found.append(f"block_tokens: {sizes}, and rows of {self.order} cannot be divided")
         if found:
             raise CacheMismatch(f"the engines do not fit: {'; '.join(found)}")
 
@@ -67,35 +104,114 @@ class Share(msgspec.Struct, frozen=True):
     rank: int
     theirs: int
     ours: int
-    count: int
-    readers: int  # ranks of this engine that read that rank
+    count: int  # 0: nobody reads that rank, this one claims and releases it
+    readers: int  # ranks of this engine that claim that rank
 
 
 def shares(ours: Layout, rank: int, theirs: Layout) -> list[Share]:
     """Return the shares of ``rank`` in the peer's ranks, which together hold the same heads."""
-    first, last = rank * ours.heads, (rank + 1) * ours.heads
+    first = rank // ours.replicas * ours.heads
     found = []
-    for peer in range(theirs.ranks):
-        begin, end = peer * theirs.heads, (peer + 1) * theirs.heads
-        low, high = max(first, begin), min(last, end)
-        if low < high:
-            readers = -(-end // ours.heads) - begin // ours.heads
-            found.append(Share(peer, low - begin, low - first, high - low, readers))
+    for holder in range(theirs.holders):
+        begin, end = holder * theirs.heads, (holder + 1) * theirs.heads
+        low, high = max(first, begin), min(first + ours.heads, end)
+        readers = range(begin // ours.heads * ours.replicas, -(-end // ours.heads) * ours.replicas)
+        for replica in range(theirs.replicas):
+            peer, mine = holder * theirs.replicas + replica, readers[replica :: theirs.replicas]
+            if rank in mine:
+                found.append(Share(peer, low - begin, low - first, high - low, len(mine)))
+            elif not mine and rank == readers[replica % len(readers)]:
+                found.append(Share(peer, 0, 0, 0, 1))
     return found
 
 
-def rows_of(layout: Layout, blocks: Sequence[int], first: int, count: int) -> NDArray[np.int64]:
-    """Return the rows of ``count`` heads from ``first`` on, in these blocks."""
-    starts = np.asarray(blocks, np.int64)[:, None, None] * layout.rows
-    pages = np.arange(layout.pages, dtype=np.int64)[None, :, None] * layout.heads
-    heads = np.arange(first, first + count, dtype=np.int64)[None, None, :]
-    rows: NDArray[np.int64] = (starts + pages + heads).reshape(-1)
-    return rows
+class Pieces(NamedTuple):
+    """Equal parts of pages, in the order of the request: numbers in a peer's rank and in this one's."""
+
+    tokens: int  # of a piece
+    theirs: NDArray[np.int64]
+    ours: NDArray[np.int64]
 
 
-def describe(
-    views: Mapping[str, torch.Tensor], num_blocks: int, *, block_tokens: int, model: str, ranks: int
-) -> tuple[Layout, list[int]]:
+def pieces(theirs: Layout, offered: Groups, ours: Layout, wanted: Groups) -> Pieces:
+    """Return the pieces of all tokens for which a peer offers blocks and this engine has some, group by group."""
+    tokens = math.gcd(theirs.page_tokens, ours.page_tokens)
+    found: tuple[list[NDArray[np.int64]], ...] = [], []
+    for groups in zip(offered, wanted, strict=True):
+        sides = [(*each, layout.block_tokens // tokens) for each, layout in zip(groups, (theirs, ours), strict=True)]
+        low = max(first * per_block for first, _, per_block in sides)
+        high = min((first + len(blocks)) * per_block for first, blocks, per_block in sides)
+        numbers = np.arange(low, max(low, high), dtype=np.int64)  # of the request's pieces
+        for to, (first, blocks, per_block) in zip(found, sides, strict=True):
+            at = np.asarray(blocks, np.int64)[numbers // per_block - first]
+            to.append(at * per_block + numbers % per_block)
+    return Pieces(tokens, np.concatenate(found[0]), np.concatenate(found[1]))
+
+
+def pages_of(layout: Layout, blocks: Sequence[int]) -> NDArray[np.int64]:
+    """Return all pages of these blocks."""
+    return (np.asarray(blocks, np.int64)[:, None] * layout.pages + np.arange(layout.pages)).reshape(-1)
+
+
+def rows_of(layout: Layout, pages: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
+    """Return the rows of ``count`` heads from ``first`` on, in these pages."""
+    return (pages[:, None] * layout.heads + np.arange(first, first + count)).reshape(-1)
+
+
+class Portion(NamedTuple):
+    """Rows to pull into a buffer, one after another, and the pieces to copy from there."""
+
+    rows: NDArray[np.int64]
+    source: tuple[NDArray[np.int64], NDArray[np.int64]]  # of each piece and head: row of the buffer, and part of it
+    target: tuple[NDArray[np.int64], NDArray[np.int64]]  # row of this rank, and part of it
+
+
+def portions(theirs: Layout, ours: Layout, moved: Pieces, share: Share, most: int) -> Iterator[Portion]:
+    """Yield a share's pieces in portions of at most ``most`` pages of the peer."""
+    per_page, per_own = (each.page_tokens // moved.tokens for each in (theirs, ours))
+    pages, place = np.unique(moved.theirs // per_page, return_inverse=True)
+    heads = np.arange(share.count)
+    for first in range(0, len(pages), most):
+        of = (place >= first) & (place < first + most)
+        old, new = (place[of, None] - first) * share.count + heads, moved.ours[of, None] // per_own * ours.heads
+        yield Portion(
+            rows_of(theirs, pages[first : first + most], share.theirs, share.count),
+            (old, moved.theirs[of, None] % per_page),
+            (new + share.ours + heads, moved.ours[of, None] % per_own),
+        )
+
+
+def divide(
+    portion: Portion, tokens: int, theirs: Layout, buffer: NDArray[Any], ours: Layout, own: NDArray[Any]
+) -> None:
+    """Copy a portion's pieces of so many tokens from a buffer of one tensor's rows to this rank's tensor."""
+    for old, new in zip(_strips(theirs, buffer, tokens), _strips(ours, own, tokens), strict=True):
+        rows, parts = portion.target
+        new[rows, :, parts] = old[portion.source[0], :, portion.source[1]]
+
+
+def _strips(layout: Layout, tensor: NDArray[Any], tokens: int) -> Iterator[NDArray[np.void]]:
+    """Yield an array (rows, number, parts) for each strip of a tensor's rows; an element has so many tokens."""
+    begin, parts = 0, layout.page_tokens // tokens
+    for number, nbytes in layout.strips:
+        end = begin + number * nbytes * layout.page_tokens
+        strip = tensor[:, begin:end].view(np.dtype((np.void, tokens * nbytes)))
+        yield strip.reshape(len(tensor), number, parts)
+        begin = end
+
+
+class EngineFacts(NamedTuple):
+    """Facts that a KV cache's memory does not show."""
+
+    model: str
+    block_tokens: int
+    ranks: int
+    replicas: int
+    order: str
+    whole: bool  # heads cannot be told apart
+
+
+def describe(views: Mapping[str, torch.Tensor], num_blocks: int, about: EngineFacts) -> tuple[Layout, list[int]]:
     """Return the layout of a rank's KV cache, and the address of each place.
 
     A layer's view has the shape (pages, heads, tokens, bytes of K and V). Raises :func:`unsupported` for memory that
@@ -108,28 +224,38 @@ def describe(
     if len(shapes) != 1:
         raise unsupported(f"layers of {len(shapes)} shapes: {sorted(map(str, shapes))}")
     view = next(iter(views.values()))
-    if view.dim() != 4 or view.shape[0] % num_blocks:
-        raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks")
-    pages, heads = view.shape[0] // num_blocks, view.shape[1]
+    if (
+        view.dim() != 4
+        or view.shape[0] % num_blocks
+        or view.shape[0] // num_blocks * view.shape[2] != about.block_tokens
+    ):
+        raise unsupported(
+            f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks of {about.block_tokens} tokens"
+        )
     page = view[0]
-    divisible = page.is_contiguous()  # else tokens precede heads, in one piece
-    if not divisible and not page.transpose(0, 1).is_contiguous():
+    apart = page.is_contiguous() and not about.whole  # else tokens precede heads, in one piece
+    if not page.is_contiguous() and not page.transpose(0, 1).is_contiguous():
         raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
-    heads_apart = heads if divisible else 1
+    heads = view.shape[1] if apart else 1
     page_bytes = page.numel() * page.element_size()
     if view.stride(0) * view.element_size() != page_bytes:
         raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
+    half = page_bytes // heads // view.shape[2] // 2
     ordered = sorted(places.items())
     layout = Layout(
-        model=model,
+        model=about.model,
         dtype=str(view.dtype).removeprefix("torch."),
-        block_tokens=block_tokens,
-        pages=pages,
-        heads=heads_apart,
-        row_bytes=page_bytes // heads_apart,
+        block_tokens=about.block_tokens,
+        pages=view.shape[0] // num_blocks,
+        heads=heads,
+        row_bytes=page_bytes // heads,
         places=[names for _, names in ordered],
-        ranks=ranks,
-        divisible=divisible,
+        ranks=about.ranks,
+        replicas=about.replicas,
+        order=about.order,
+        strips=[(half // view.element_size(), view.element_size()), (1, half)]
+        if about.order == COLUMNS and apart
+        else [],
     )
     return layout, [address for address, _ in ordered]
 

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
+from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
 from llm_datadist.integrations.vllm.stats import Stats
@@ -78,7 +78,7 @@ class Scheduler:
         self._config = vllm_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._cache_config = kv_cache_config
-        self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
+        self._windows = windows_of(kv_cache_config)
         option = vllm_config.kv_transfer_config.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
@@ -95,8 +95,6 @@ class Scheduler:
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
         found = [each for _, each in sorted(metadata.items()) if isinstance(each, EndpointMetadata)]
-        if len(found) < len(metadata) or any(pipeline for pipeline, _ in metadata):
-            raise unsupported("pipeline parallelism")
         for each in found:
             if each.layout != found[0].layout:
                 raise unsupported("ranks of different layouts")
@@ -114,11 +112,25 @@ class Scheduler:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
             if offer.prompt != _prompt_digest(request):
                 raise ParamError("reference: of another prompt than this request's")
+            self._require_all(offer, request.num_prompt_tokens)
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
         else:
             self._asked[request.request_id] = True
             self._orders.claims[request.request_id] = offer, token
+
+    def _require_all(self, offer: KvOffer, tokens: int) -> None:
+        """Raise ParamError unless an offer has the blocks of all tokens that a next token needs."""
+        size = offer.layout.block_tokens
+        if len(offer.groups) != len(self._windows):
+            raise ParamError(
+                f"reference: of {len(offer.groups)} groups of layers, this engine has {len(self._windows)}"
+            )
+        for window, (first, blocks) in zip(self._windows, offer.groups, strict=True):
+            begin = 0 if window is None else max(0, tokens - window)
+            if first * size > begin or (first + len(blocks)) * size < tokens:
+                offered = f"{first * size} to {(first + len(blocks)) * size}"
+                raise ParamError(f"reference: offers tokens {offered} of the request, {begin} to {tokens} are needed")
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a fetch would add to the computed ones."""
@@ -252,13 +264,3 @@ def _prompt_digest(request: Request) -> bytes | None:
         return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
     except (UnicodeEncodeError, TypeError, OverflowError):
         return None
-
-
-def _window(kv_cache_config: KVCacheConfig, group: int) -> int | None:
-    """Return the tokens that a group looks back; None for all. Raises LLMException for an unsupported kind."""
-    spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
-    if isinstance(spec, SlidingWindowSpec):
-        return spec.sliding_window
-    if isinstance(spec, FullAttentionSpec):
-        return None
-    raise unsupported(f"layers of kind {type(spec).__name__}")

@@ -23,6 +23,7 @@ from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
@@ -30,13 +31,24 @@ from vllm.logger import init_logger
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
-from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
+from llm_datadist.integrations.vllm.kinds import facts_of
+from llm_datadist.integrations.vllm.layout import (
+    Layout,
+    describe,
+    divide,
+    pages_of,
+    pieces,
+    portions,
+    rows_of,
+    shares,
+)
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.cluster import show_address
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
+from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +59,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from llm_datadist import Cache
-    from llm_datadist.integrations.vllm.layout import Share
+    from llm_datadist.integrations.vllm.layout import Pieces, Share
     from llm_datadist.integrations.vllm.offers import KvOffer, Orders, Targets
     from llm_datadist.types.grant import Grant
 
@@ -56,6 +68,7 @@ logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 _ENDS: Final = {RELEASED: "released_grants", EXPIRED: "expired_grants", READER_LOST: "lost_grants"}
 _PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
+_BUFFER_BYTES: Final = 1 << 24  # of a pull of rows that are divided here
 
 
 @dataclass
@@ -122,9 +135,7 @@ class RankWorker:
         self._layout, addresses = describe(
             {name: view for name, view in views.items() if name in wanted},
             self._cache_config.num_blocks,
-            block_tokens=self._config.cache_config.block_size,
-            model=self._config.model_config.model,
-            ranks=self._config.parallel_config.tensor_parallel_size,
+            facts_of(self._config, self._cache_config),
         )
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
@@ -186,7 +197,7 @@ class RankWorker:
 
     def _give(self, request: str, token: bytes, blocks: list[int]) -> None:
         try:
-            rows: Any = rows_of(self._layout, blocks, 0, self._layout.heads)
+            rows: Any = rows_of(self._layout, pages_of(self._layout, blocks), 0, self._layout.heads)
             grant = self._cache.grant(rows, self._lease_s, token=token)
         except LLMException as error:
             logger.error("the blocks of request %s are not granted: %s", request, error)
@@ -227,16 +238,38 @@ class RankWorker:
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
     def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
-        layout = self._layout
-        theirs, ours = _pairs(claimed.offer, targets)
+        theirs, ours = claimed.offer.layout, self._layout
+        moved = pieces(theirs, claimed.offer.groups, ours, targets)
         nbytes = 0
         for share, grant in zip(claimed.shares, claimed.grants, strict=True):
-            there: Any = rows_of(claimed.offer.layout, theirs, share.theirs, share.count)
-            here: Any = rows_of(layout, ours, share.ours, share.count)
-            key = BlocksCacheKey(grant.cluster_id)
-            self.datadist.cache_manager.pull_blocks(key, self._cache, there, here, grant=grant)
-            nbytes += len(here) * layout.row_bytes * len(layout.places)
-        return nbytes, len(ours)
+            if not share.count:
+                continue
+            if theirs.page_tokens != ours.page_tokens:
+                self._pull_divided(theirs, moved, share, grant)
+            else:
+                there = rows_of(theirs, moved.theirs, share.theirs, share.count)
+                self._pull_rows(grant, self._cache, there, rows_of(ours, moved.ours, share.ours, share.count))
+            page_bytes = share.count * ours.row_bytes * len(ours.places)
+            nbytes += len(moved.ours) * page_bytes * moved.tokens // ours.page_tokens
+        return nbytes, sum(len(numbers) for _, numbers in targets)
+
+    def _pull_divided(self, theirs: Layout, moved: Pieces, share: Share, grant: Grant) -> None:
+        """Pull rows of another size into a buffer, a portion at a time, and their pieces from there."""
+        manager, tensors = self.datadist.cache_manager, len(theirs.places)
+        most = min(len(moved.theirs), max(1, _BUFFER_BYTES // (tensors * share.count * theirs.row_bytes)))
+        memory = np.empty((tensors, most * share.count, theirs.row_bytes), np.int8)
+        desc = CacheDesc(tensors, list(memory.shape[1:]), DataType.DT_INT8)
+        buffer = manager.register_blocks_cache(desc, [each.ctypes.data for each in memory], remote_accessible=False)
+        try:
+            for portion in portions(theirs, self._layout, moved, share, most):
+                self._pull_rows(grant, buffer, portion.rows, np.arange(len(portion.rows)))
+                for source, own in zip(memory, tensor_views(self._cache), strict=True):
+                    divide(portion, moved.tokens, theirs, source, self._layout, own)
+        finally:
+            manager.unregister_cache(buffer.cache_id)
+
+    def _pull_rows(self, grant: Grant, cache: Cache, there: Any, here: Any) -> None:
+        self.datadist.cache_manager.pull_blocks(BlocksCacheKey(grant.cluster_id), cache, there, here, grant=grant)
 
     # --- what has ended -----------------------------------------------------------------------------------------------
 
@@ -285,21 +318,3 @@ def _failure(request: str, error: BaseException) -> dict[str, float]:
     known = isinstance(error, LLMException)
     logger.error("the KV of request %s did not come: %s", request, error, exc_info=None if known else error)
     return {"failed_fetches": 1}
-
-
-def _pairs(offer: KvOffer, targets: Targets) -> tuple[list[int], list[int]]:
-    """Return the needed blocks of the offer, and this engine's blocks for them."""
-    if len(offer.groups) != len(targets):
-        raise ParamError(f"kv_transfer_params have {len(offer.groups)} groups of layers, this engine {len(targets)}")
-    theirs: list[int] = []
-    ours: list[int] = []
-    for (begin, offered), (first, numbers) in zip(offer.groups, targets, strict=True):
-        chosen = offered[first - begin : first - begin + len(numbers)] if first >= begin else []
-        if len(chosen) != len(numbers):
-            raise ParamError(
-                f"kv_transfer_params offer blocks {begin} to {begin + len(offered)} of the request, "
-                f"{first} to {first + len(numbers)} are needed"
-            )
-        theirs += chosen
-        ours += numbers
-    return theirs, ours

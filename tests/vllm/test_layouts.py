@@ -1,0 +1,409 @@
+"""Shares, pieces and rows against oracles, and bytes between the workers of engines that are not alike.
+
+A kernel of vLLM writes the KV where bytes are compared: at the prefill engine, and once more where the decode engine
+would have it. No server runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface as kinds
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from llm_datadist.errors import CacheMismatch, LLMException
+from llm_datadist.integrations.vllm import LLMDataDistConnector, worker
+from llm_datadist.integrations.vllm.kinds import facts_of, require_supported, windows_of
+from llm_datadist.integrations.vllm.layout import (
+    COLUMNS,
+    EngineFacts,
+    Layout,
+    describe,
+    divide,
+    pieces,
+    portions,
+    rows_of,
+    shares,
+)
+from llm_datadist.integrations.vllm.offers import KvOffer, Orders
+from llm_datadist.integrations.vllm.worker import RankWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TP = (1, 2, 4, 8)
+HEADS = (1, 2, 4, 8)
+SIZES = (16, 32, 128)
+UNEVEN = [(16, 32), (32, 16), (16, 128), (128, 16), (32, 128), (128, 32)]
+SIZE = 32  # of a head's K, and of its V
+LAYERS = 2
+TOKENS = 300
+
+
+def layout(ranks: int, heads: int, tokens: int, *, pages: int = 1, nbytes: int = 8, order: str = COLUMNS) -> Layout:
+    """Return the layout of a model with so many KV heads; K and V of a token have together ``nbytes``."""
+    return Layout(
+        model="m",
+        dtype="int8",
+        block_tokens=tokens,
+        pages=pages,
+        heads=max(1, heads // ranks),
+        row_bytes=tokens // pages * nbytes,
+        places=[["layer"]],
+        ranks=ranks,
+        replicas=max(1, ranks // heads),
+        order=order,
+        strips=[(nbytes // 2, 1), (1, nbytes // 2)],
+    )
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_head_comes_once_and_every_rank_of_the_peer_is_claimed(heads: int) -> None:
+    for there in TP:
+        for here in TP:
+            theirs, ours = layout(there, heads, 16), layout(here, heads, 16)
+            claimed: Counter[int] = Counter()
+            reading: Counter[int] = Counter()
+            readers: dict[int, set[int]] = {}
+            for rank in range(here):
+                held: list[int] = []
+                for share in shares(ours, rank, theirs):
+                    claimed[share.rank] += 1
+                    readers.setdefault(share.rank, set()).add(share.readers)
+                    reading[share.rank] += share.count > 0
+                    head_there = share.rank * heads // there + share.theirs
+                    head_here = rank * heads // here + share.ours
+                    if share.count:
+                        assert head_there == head_here
+                    held += range(share.ours, share.ours + share.count)
+                assert held == list(range(ours.heads))
+            assert readers == {rank: {claimed[rank]} for rank in range(there)}, "a grant would wait for a reader"
+            for first in range(0, there, theirs.replicas):
+                of_replicas = [reading[rank] for rank in range(first, first + theirs.replicas)]
+                assert max(of_replicas) - min(of_replicas) <= 1, "one replica serves more than its part"
+
+
+def values(heads: int, tokens: int, size: int) -> np.ndarray[Any, Any]:
+    """Return bytes by head, token, K or V, and component; none is 0."""
+    head, token, half, part = np.ogrid[:heads, :tokens, :2, :size]
+    found: np.ndarray[Any, Any] = ((head * 7919 + token * 104_729 + half * 57 + part * 31) % 251 + 1).astype(np.uint8)
+    return found
+
+
+def memory_of(at: Layout, rank: int, kv: np.ndarray[Any, Any], blocks: list[int]) -> np.ndarray[Any, Any]:
+    """Return a rank's rows, as the kernel orders their bytes; other blocks are 0."""
+    tokens, size = at.page_tokens, kv.shape[3]
+    first = rank // at.replicas * at.heads
+    held = np.zeros((at.heads, len(blocks) * at.block_tokens, 2, size), np.uint8)
+    fit = min(held.shape[1], kv.shape[1])
+    held[:, :fit] = kv[first : first + at.heads, :fit]
+    keys, others = held.reshape(at.heads, len(blocks), at.pages, tokens, 2, size).transpose(4, 1, 2, 0, 3, 5)
+    pages = [keys.swapaxes(3, 4).reshape(*keys.shape[:3], -1), others.reshape(*others.shape[:3], -1)]
+    rows = np.zeros((64, at.pages, at.heads, at.row_bytes), np.uint8)
+    rows[blocks] = np.concatenate(pages, axis=3)
+    return rows.reshape(-1, at.row_bytes)
+
+
+def read(theirs: Layout, ours: Layout, kv: np.ndarray[Any, Any], tokens: int, most: int) -> None:
+    """Move what a rank reads, as a worker does, and compare all of its memory."""
+    source = random.Random(tokens)
+    there, here = (source.sample(range(1, 64), -(-tokens // each.block_tokens)) for each in (theirs, ours))
+    moved = pieces(theirs, [(0, there)], ours, [(0, here)])
+    stored = [memory_of(theirs, rank, kv, there) for rank in range(theirs.ranks)]
+    for rank in range(ours.ranks):
+        own = np.zeros((64 * ours.rows, ours.row_bytes), np.uint8)
+        for share in shares(ours, rank, theirs):
+            if not share.count:
+                continue
+            if theirs.page_tokens == ours.page_tokens:
+                rows = rows_of(theirs, moved.theirs, share.theirs, share.count)
+                own[rows_of(ours, moved.ours, share.ours, share.count)] = stored[share.rank][rows]
+            else:
+                for portion in portions(theirs, ours, moved, share, most):
+                    divide(portion, moved.tokens, theirs, stored[share.rank][portion.rows], ours, own)
+        both = min(len(there) * theirs.block_tokens, len(here) * ours.block_tokens)
+        assert (own == memory_of(ours, rank, kv[:, :both], here)).all(), (theirs, ours, rank)
+
+
+@pytest.mark.parametrize("there", SIZES)
+@pytest.mark.parametrize("here", SIZES)
+def test_every_byte_of_every_head_and_token_is_where_the_kernel_reads_it(there: int, here: int) -> None:
+    for heads in HEADS:
+        kv = values(heads, 384, 4)
+        for ranks in TP:
+            for others in TP:
+                theirs, ours = layout(ranks, heads, there), layout(others, heads, here)
+                ours.check(theirs)
+                read(theirs, ours, kv, (1, 15, 129, 300)[(ranks + others) % 4], most=2)
+
+
+@pytest.mark.parametrize(("there", "here"), [((128, 4), (32, 1)), ((64, 4), (128, 2)), ((32, 2), (32, 1))])
+def test_blocks_of_several_pages(there: tuple[int, int], here: tuple[int, int]) -> None:
+    kv = values(2, 384, 4)
+    theirs, ours = (layout(2 - index, 2, size, pages=n) for index, (size, n) in enumerate((there, here)))
+    read(theirs, ours, kv, 300, most=3)
+
+
+def test_tokens_that_are_already_here_are_not_moved() -> None:
+    theirs, ours = layout(1, 1, 16), layout(1, 1, 32)
+    moved = pieces(theirs, [(0, [9, 8, 7, 6]), (2, [5, 4])], ours, [(1, [3]), (1, [2])])
+    assert moved.theirs.tolist() == [7, 6, 5, 4]
+    assert moved.ours.tolist() == [6, 7, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"order": "CPU_ATTN amx"}, "order: CPU_ATTN amx there, CPU_ATTN columns here"),
+        ({"heads": 4}, "KV heads: 4 x 1 ranks there, 2 x 1 ranks here"),
+        ({"row_bytes": 1024, "strips": []}, "bytes of a token of a row: 64 there, 8 here"),
+        ({"block_tokens": 32, "row_bytes": 256, "strips": []}, "block_tokens: 32 there, 16 here, and rows of"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused_with_the_difference(changes: dict[str, Any], said: str) -> None:
+    ours = layout(1, 2, 16)
+    with pytest.raises(CacheMismatch, match=said):
+        ours.check(msgspec.structs.replace(ours, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"pages": 3}, {"replicas": 2}, {"row_bytes": 129}, {"strips": [(1, 1)]}])
+def test_a_layout_that_no_engine_has_is_not_decoded(changes: dict[str, Any]) -> None:
+    fields = msgspec.to_builtins(layout(1, 2, 16)) | changes
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields, Layout)
+
+
+# --- kinds ----------------------------------------------------------------------------------------------------------
+
+
+def spec_of(kind: Any = FullAttentionSpec, **given: Any) -> Any:
+    return kind(**({"block_size": 16, "num_kv_heads": 1, "head_size": SIZE, "dtype": torch.float32} | given))
+
+
+def configured(
+    specs: list[Any], *, ranks: int = 1, heads: int = 1, layers: Any = None, role: str = "kv_producer", **parallel: Any
+) -> tuple[Any, Any]:
+    """Return what a connector sees of an engine: one group of layers for each spec."""
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    transfer = KVTransferConfig(
+        kv_connector="c", kv_role=role, engine_id=role, kv_connector_extra_config={"pool": False, "lease_s": 3600}
+    )
+    names = [[f"{group}.{layer}" for layer in range(LAYERS)] for group in range(len(specs))]
+    module = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="vec")
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        cache_config=SimpleNamespace(block_size=specs[0].block_size),
+        model_config=SimpleNamespace(model="m", get_total_num_kv_heads=lambda: heads),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, **(sizes | parallel)),
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers or {name: module for group in names for name in group}
+        ),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=group) for spec, group in zip(specs, names, strict=True)]
+    cache = SimpleNamespace(
+        transfer_group_ids=list(range(len(specs))), kv_cache_groups=groups, kv_cache_tensors=[], num_blocks=40
+    )
+    return config, cache
+
+
+SUBCLASSES = {
+    "SinkFullAttentionSpec": {"sink_len": 4},
+    "RSWASpec": {"rswa_window": 16},
+    "HiddenStateCacheSpec": {},
+    "SlidingWindowMLASpec": {"sliding_window": 32},
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size": 32},
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_only_exact_kinds_of_layers_are_served(name: str, wrapped: bool) -> None:
+    spec = spec_of(getattr(kinds, name), **SUBCLASSES[name])
+    if wrapped:
+        spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec_of(), "b": spec})
+    with pytest.raises(LLMException, match=f"does not support layers of kind {name}"):
+        require_supported(*configured([spec]))
+
+
+def test_known_kinds_are_served_and_windows_found() -> None:
+    window = spec_of(SlidingWindowSpec, sliding_window=64, extra_retained_tokens=2)
+    both = {"a": spec_of(), "b": spec_of(MLAAttentionSpec)}
+    config, cache = configured([spec_of(), window, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=both)])
+    require_supported(config, cache)
+    assert windows_of(cache) == [None, 66, None]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"prefill_context_parallel_size": 4}, "prefill context parallelism"),
+    ],
+)
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_ranks_that_divide_layers_or_tokens_are_refused_when_the_connector_starts(
+    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole, parallel: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr("llm_datadist.LLMDataDist.init", lambda *_: pytest.fail("a pool was made"))
+    config, cache = configured([spec_of()], **parallel)
+    with pytest.raises(LLMException, match=f"does not support {said}"):
+        LLMDataDistConnector(config, role, cache)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (spec_of(MLAAttentionSpec, tokens_per_state=4), "layers with 4 tokens in one state"),
+        (spec_of(block_size=32), "layers with blocks of 32 and 16 tokens"),
+    ],
+)
+def test_blocks_that_hold_other_tokens_than_the_engine_says_are_refused(spec: Any, said: str) -> None:
+    with pytest.raises(LLMException, match=said):
+        require_supported(*configured([spec_of(), spec]))
+
+
+def test_replicas_are_those_of_the_model_and_one_head_is_latent() -> None:
+    assert facts_of(*configured([spec_of()], ranks=8, heads=2)).replicas == 4
+    assert facts_of(*configured([spec_of(num_kv_heads=2)], ranks=4, heads=8)).replicas == 1
+    assert facts_of(*configured([spec_of(MLAAttentionSpec)], ranks=4, heads=16)).replicas == 4
+    with pytest.raises(LLMException, match="4 ranks with 2 KV heads each of 2"):
+        facts_of(*configured([spec_of(num_kv_heads=2)], ranks=4, heads=2))
+
+
+def test_bytes_of_another_kernel_are_not_taken_for_those_of_this_one() -> None:
+    def order(name: str, isa: str, dtype: torch.dtype = torch.float32) -> str:
+        module = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name), isa=isa)
+        return facts_of(*configured([spec_of(dtype=dtype)], layers=dict.fromkeys(["0.0", "0.1"], module))).order
+
+    assert order("CPU_ATTN", "vec") == order("CPU_ATTN", "vec16", torch.bfloat16) == COLUMNS
+    others = [order("CPU_ATTN", "amx"), order("CPU_ATTN", "neon"), order("CPU_ATTN", "vec", torch.uint8)]
+    assert len({COLUMNS, *others, order("FLASH_ATTN", "")}) == 5
+
+
+# --- bytes between workers ------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """The workers of all ranks, with their KV caches."""
+
+    def __init__(self, role: str, ranks: int, heads: int, tokens: int, patch: pytest.MonkeyPatch) -> None:
+        held, self.blocks = max(1, heads // ranks), random.Random(ranks).sample(range(1, 40), -(-TOKENS // tokens))
+        self.caches, self.workers = [], []
+        self.tokens, self.replicas = tokens, max(1, ranks // heads)
+        for rank in range(ranks):
+            patch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            spec = spec_of(num_kv_heads=held, block_size=tokens)
+            given = configured([spec], ranks=ranks, heads=heads, role=role)
+            self.workers.append(RankWorker(*given))
+            self.caches.append(list(torch.zeros(LAYERS, 40, held, tokens, 2 * SIZE)))  # as vLLM: one allocation
+            self.workers[rank].register({f"0.{layer}": view for layer, view in enumerate(self.caches[rank])})
+
+    def written(self, rank: int, kv: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the KV cache is once vLLM's kernel has written this KV (layer, K or V, token, head, part)."""
+        found = [torch.zeros_like(view) for view in self.caches[rank]]
+        held = found[0].shape[1]
+        first = rank // self.replicas * held
+        kernels = import_module("vllm._custom_ops")
+        slots = torch.tensor(
+            [self.blocks[n // self.tokens] * self.tokens + n % self.tokens for n in range(kv.shape[2])]
+        )
+        for view, (keys, others) in zip(found, kv[:, :, :, first : first + held], strict=True):
+            halves = view.view(40, held, self.tokens * 2, SIZE).chunk(2, dim=2)
+            kernels.cpu_attn_reshape_and_cache(keys.contiguous(), others.contiguous(), *halves, slots, "vec")
+        return found
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    current_platform.import_kernels()
+    monkeypatch.setattr(worker, "_BUFFER_BYTES", 40_000)  # several portions
+    made: list[Engine] = []
+
+    def one(there: tuple[int, int], here: tuple[int, int], heads: int) -> tuple[Engine, Engine]:
+        """Let an engine of (ranks, tokens of a block) fetch a request from another."""
+        prefill = Engine("kv_producer", there[0], heads, there[1], monkeypatch)
+        made.append(prefill)
+        decode = Engine("kv_consumer", here[0], heads, here[1], monkeypatch)
+        made.append(decode)
+        kv = torch.rand(LAYERS, 2, TOKENS, heads, SIZE)
+        for rank, cache in enumerate(prefill.caches):
+            for view, written in zip(cache, prefill.written(rank, kv), strict=True):
+                view.copy_(written)
+        endpoints = [each.endpoint() for each in prefill.workers]
+        token = random.randbytes(16)
+        for each in prefill.workers:
+            each.obey(Orders(grants={"r": (token, prefill.blocks)}), idle=True)
+        ranks = [each.endpoint for each in endpoints if each is not None]
+        offer = KvOffer(b"", [(0, prefill.blocks)], ranks, endpoints[0].layout)  # type: ignore[union-attr]
+        orders = Orders(claims={"r": (offer, token)}, fetches={"r": [(0, decode.blocks)]})
+        for each in decode.workers:
+            each.obey(orders, idle=True)
+        for each, ended in [(each, "received") for each in decode.workers] + [
+            (each, "sent") for each in prefill.workers
+        ]:
+            assert until_ended(each, ended)
+        for rank, cache in enumerate(decode.caches):
+            for view, written in zip(cache, decode.written(rank, kv), strict=True):
+                assert (view == written).all()
+        return prefill, decode
+
+    yield one
+    for engine in made:
+        for each in engine.workers:
+            each.stop()
+
+
+def until_ended(of: RankWorker, ended: str) -> bool:
+    """Return True once a worker reports the request as received, or as sent."""
+    for _ in range(60_000):  # a step sleeps a millisecond
+        results = of.results()
+        assert not results.failed_recving
+        if "r" in (results.finished_recving if ended == "received" else results.finished_sending):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (2, 2)])
+def test_all_heads_come_and_all_blocks_are_free_at_once_whatever_the_ranks(
+    fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, heads: int
+) -> None:
+    fetch((there, 32), (here, 32), heads)
+
+
+@pytest.mark.parametrize(("there", "here"), UNEVEN)
+@pytest.mark.parametrize(("ranks", "heads"), [((1, 1), 1), ((1, 2), 1), ((2, 1), 2)])
+def test_blocks_of_other_sizes_are_divided(
+    fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, ranks: tuple[int, int], heads: int
+) -> None:
+    fetch((ranks[0], there), (ranks[1], here), heads)
+
+
+def test_a_latent_head_is_one_row() -> None:
+    views = {"a": torch.zeros(6, 1, 16, 576)}
+    about = EngineFacts("m", 16, 2, 2, "CPU_MLA", whole=False)
+    found, _ = describe(views, 6, about)
+    assert (found.heads, found.holders, found.row_bytes, found.strips) == (1, 1, 16 * 576 * 4, [])
