@@ -67,7 +67,7 @@ GREETINGS: Final[dict[str, tuple[messages.Message, int]]] = {
 PROMPT: Final = SimpleNamespace(
     prompt_token_ids=[1, 70_000],
     prompt_embeds=None,
-    lora_request=SimpleNamespace(lora_name="a lora"),
+    lora_request=None,
     mm_features=[SimpleNamespace(identifier="an image")],
     cache_salt="salt",
 )
@@ -336,8 +336,7 @@ def _reference() -> dict[str, Frame]:
     vllm = _connector()
     rank = partial(vllm.RankEndpoint, incarnation="5051", host="10.0.0.1")
     layout = vllm.Layout(
-        model="a model",
-        dtype="bfloat16",
+        identity={"dtype": "bfloat16", "weights": "0123456789abcdef"},
         block_tokens=16,
         pages=2,
         heads=4,
@@ -366,8 +365,15 @@ def _reference() -> dict[str, Frame]:
     return {
         "offer, as a reference": Frame(offer, lambda value: sign(value)[0], read),
         "token of its grants": Frame(offer, lambda value: sign(value)[1]),
-        "digest of its prompt": Frame(PROMPT, vllm.prompt_digest),
+        "digest of its prompt": Frame(PROMPT, partial(vllm.prompt_digest, adapters=_Adapters())),
     }
+
+
+class _Adapters:
+    """Of one adapter, without files."""
+
+    def parts(self, _: object) -> list[Any]:
+        return ["a lora", "its digest", False, ["None"]]
 
 
 @contextmanager

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from llm_datadist.errors import CacheMismatch, LLMException, LLMStatusCode
+from llm_datadist.integrations.vllm.identity import Identity, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -26,8 +27,7 @@ Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Properties that must agree before one engine reads another's memory."""
 
-    model: str
-    dtype: str
+    identity: Identity
     block_tokens: Small  # of one block
     pages: Small  # consecutive parts of a block; each holds all heads of this rank
     heads: Small  # KV heads of this rank; 1 if a page cannot be divided
@@ -40,10 +40,11 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rows(self) -> int:
         return self.pages * self.heads
 
-    def check(self, peer: Layout) -> None:
+    def check(self, peer: Layout, accept_versions: Collection[str] = ()) -> None:
         """Raise CacheMismatch with every difference, unless a rank with this layout can read such a peer."""
-        same = ("model", "dtype", "block_tokens", "pages", "row_bytes", "places", "divisible")
-        found = [
+        same = ("block_tokens", "pages", "row_bytes", "places", "divisible")
+        found = differences(peer.identity, self.identity, accept_versions)
+        found += [
             f"{name}: {_short(getattr(peer, name))} there, {_short(getattr(self, name))} here"
             for name in same
             if getattr(peer, name) != getattr(self, name)
@@ -94,7 +95,7 @@ def rows_of(layout: Layout, blocks: Sequence[int], first: int, count: int) -> ND
 
 
 def describe(
-    views: Mapping[str, torch.Tensor], num_blocks: int, *, block_tokens: int, model: str, ranks: int
+    views: Mapping[str, torch.Tensor], num_blocks: int, *, block_tokens: int, identity: dict[str, str], ranks: int
 ) -> tuple[Layout, list[int]]:
     """Return the layout of a rank's KV cache, and the address of each place.
 
@@ -121,8 +122,7 @@ def describe(
         raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
     ordered = sorted(places.items())
     layout = Layout(
-        model=model,
-        dtype=str(view.dtype).removeprefix("torch."),
+        identity=identity,
         block_tokens=block_tokens,
         pages=pages,
         heads=heads_apart,

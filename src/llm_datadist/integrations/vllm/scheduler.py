@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
+from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
 from llm_datadist.integrations.vllm.stats import Stats
@@ -62,7 +63,9 @@ class Scheduler:
         self._windows = [_window(kv_cache_config, group) for group in kv_cache_config.transfer_group_ids]
         option = vllm_config.kv_transfer_config.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
+        self._adapters = Adapters(vllm_config.lora_config)
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
+        self._beside = False  # other parts of a MultiConnector
         self._layout: Layout
         self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends; False: refused
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
@@ -74,6 +77,8 @@ class Scheduler:
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
         found = [each for _, each in sorted(metadata.items()) if isinstance(each, EndpointMetadata)]
+        if metadata and not found:  # those of another part of a MultiConnector
+            return
         if len(found) < len(metadata) or any(pipeline for pipeline, _ in metadata):
             raise unsupported("pipeline parallelism")
         for each in found:
@@ -82,14 +87,18 @@ class Scheduler:
             self._layout = each.layout
         self.ranks = [each.endpoint for each in found]
 
+    @property
+    def awaits_endpoints(self) -> bool:
+        return self._config.kv_transfer_config.is_kv_producer and not self.ranks
+
     def on_new_request(self, request: Request) -> None:
         asked = _asked_of(request)
-        if not asked.get("do_remote_prefill"):
+        if not asked.get("do_remote_prefill") and FIELD not in asked:
             return
         self._asked[request.request_id] = False
         try:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
-            if offer.prompt != _prompt_digest(request):
+            if offer.prompt != _prompt_digest(request, self._adapters):
                 raise ParamError("reference: of another prompt than this request's")
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
@@ -136,7 +145,7 @@ class Scheduler:
         done = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if not self.ranks or request.status not in done or not _asked_of(request).get("do_remote_decode"):
             return False, None
-        prompt = _prompt_digest(request)
+        prompt = _prompt_digest(request, self._adapters)
         if prompt is None:
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -146,6 +155,8 @@ class Scheduler:
             return False, None
         reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self._orders.grants[request.request_id] = token, kept
+        if self._beside:  # parts of a MultiConnector may not give the same fields
+            return True, {FIELD: reference}
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -176,6 +187,9 @@ class Scheduler:
         """Forget requests whose grants were claimed or have ended."""
         told = output.kv_connector_worker_meta
         claimed = told.requests if isinstance(told, ClaimedRequests) else ()
+        if isinstance(told, ClaimedRequests) and told.endpoints:
+            self.take_endpoints(told.endpoints)
+            self._beside = True
         for request_id in {*claimed, *(output.finished_sending or ())}:
             for block in self.unclaimed.pop(request_id, ()):
                 self._held[block] -= 1
@@ -193,15 +207,16 @@ def _asked_of(request: Request) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def _prompt_digest(request: Request) -> bytes | None:
-    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
+def _prompt_digest(request: Request, adapters: Adapters) -> bytes | None:
+    """Return a digest of everything that determines a prompt's KV in an engine; None if not all of it is known."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
-    lora = request.lora_request.lora_name if request.lora_request is not None else None
-    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
+    images = [each.identifier for each in request.mm_features]
     try:
+        said = [request.prompt_token_ids, adapters.parts(request.lora_request), images, request.cache_salt]
         return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
-    except (UnicodeEncodeError, TypeError, OverflowError):
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        logger.warning("the KV of request %s cannot be named: %s", request.request_id, error)
         return None
 
 

@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
+from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.layout import Layout, describe, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
@@ -68,6 +69,10 @@ class RankWorker:
         self._host = str(option("host", "127.0.0.1"))
         self._config = vllm_config
         self._cache_config = kv_cache_config
+        self._identity = identity_of(vllm_config)
+        self._accept = option("accept_versions", [])
+        if not isinstance(self._accept, list):
+            raise ParamError(f"accept_versions: {self._accept!r}: not a list of vLLM's versions")
         self._producer = transfer.is_kv_producer
         self.cluster_id = secrets.randbits(63)
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
@@ -79,6 +84,7 @@ class RankWorker:
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self._given: dict[str, tuple[Grant, float]] = {}  # by offered request; time of renewal, 0 until claimed
         self._newly_claimed: set[str] = set()  # offered requests
+        self._announced: dict[tuple[int, int], EndpointMetadata] = {}
         self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
         self._fetching = 0  # ordered, not reported fetches
@@ -113,7 +119,7 @@ class RankWorker:
             {name: view for name, view in views.items() if name in wanted},
             self._cache_config.num_blocks,
             block_tokens=self._config.cache_config.block_size,
-            model=self._config.model_config.model,
+            identity=self._identity,
             ranks=self._config.parallel_config.tensor_parallel_size,
         )
         rows = self._cache_config.num_blocks * self._layout.rows
@@ -133,6 +139,11 @@ class RankWorker:
         return EndpointMetadata(
             RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout
         )
+
+    def announce(self) -> None:
+        """Tell the scheduler the endpoint in the next step."""
+        if (endpoint := self.endpoint()) is not None:
+            self._announced = {(0, self._rank): endpoint}
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
@@ -164,7 +175,7 @@ class RankWorker:
 
     def _shares(self, offer: KvOffer) -> list[Share]:
         """Return this rank's shares; raise LLMException unless the engines fit."""
-        self._layout.check(offer.layout)
+        self._layout.check(offer.layout, self._accept)
         if len(offer.ranks) != offer.layout.ranks:
             raise ParamError(f"reference: names {len(offer.ranks)} of {offer.layout.ranks} ranks")
         return shares(self._layout, self._rank, offer.layout)
@@ -235,9 +246,10 @@ class RankWorker:
         return KVConnectorTransferResults(sent, set(received), failed)
 
     def take_claimed(self) -> ClaimedRequests | None:
-        """Return the offered requests claimed since the last call."""
+        """Return the offered requests claimed since the last call, and what was announced."""
         found, self._newly_claimed = self._newly_claimed, set()
-        return ClaimedRequests(found) if found else None
+        endpoints, self._announced = self._announced, {}
+        return ClaimedRequests(found, endpoints) if found or endpoints else None
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
