@@ -25,7 +25,9 @@ from model import build
 from tests.vllm.test_requests import adapter
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
+
+    Change = Callable[[Any], object]
 
 
 @pytest.fixture(scope="module")
