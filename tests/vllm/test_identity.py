@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.config import CacheConfig, SpeculativeConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
-from llm_datadist.errors import ParamError
-from llm_datadist.integrations.vllm import identity
+from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.integrations.vllm import LLMDataDistConnector, identity
 from llm_datadist.integrations.vllm.identity import Adapters, differences, identity_of
 from model import build
 from tests.vllm.test_requests import adapter
@@ -180,6 +182,18 @@ def test_an_identity_is_short_and_readable(config: VllmConfig) -> None:
     assert found["kv_dtype"] == "float32"
     assert "rope_theta" in found["rope"]
     assert len(json.dumps(found)) < 700
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "updates", "named"), [(True, None, "sleep mode"), (False, object(), "weight_transfer_config")]
+)
+def test_kv_or_weights_that_change_under_readers_are_refused(sleeps: bool, updates: object, named: str) -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps), weight_transfer_config=updates
+    )
+    cache: Any = None
+    with pytest.raises(LLMException, match=f"does not support .*{named}"):
+        LLMDataDistConnector(config, KVConnectorRole.WORKER, cache)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

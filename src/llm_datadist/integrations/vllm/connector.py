@@ -44,11 +44,11 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     supports_sleep_mode = False  # vLLM 0.32 does not ask
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
         if vllm_config.model_config.enable_sleep_mode:
             raise unsupported("sleep mode: it discards KV that peers read")
         if vllm_config.weight_transfer_config is not None:
             raise unsupported("weights that change while the engine runs (weight_transfer_config)")
+        super().__init__(vllm_config, role, kv_cache_config)
         schedules = role is KVConnectorRole.SCHEDULER
         self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
         self._worker: Any = None if schedules else RankWorker(vllm_config, kv_cache_config)
