@@ -305,7 +305,7 @@ def _reference() -> dict[str, Frame]:
     prompt = SimpleNamespace(
         prompt_token_ids=[1, 70_000],
         prompt_embeds=None,
-        lora_request=SimpleNamespace(lora_name="a lora"),
+        lora_request=None,
         mm_features=[SimpleNamespace(identifier="an image")],
         cache_salt="salt",
     )
@@ -322,8 +322,15 @@ def _reference() -> dict[str, Frame]:
     return {
         "offer, as a reference": Frame(offer, lambda value: sign(value)[0], read),
         "token of its grants": Frame(offer, lambda value: sign(value)[1]),
-        "digest of its prompt": Frame(prompt, prompt_digest),
+        "digest of its prompt": Frame(prompt, lambda value: prompt_digest(value, _Adapters())),
     }
+
+
+class _Adapters:
+    """Of one adapter, without files."""
+
+    def parts(self, _: object) -> list[Any]:
+        return ["a lora", "its digest", False, ["None"]]
 
 
 @contextmanager
@@ -343,7 +350,7 @@ class _Absent(ModuleType):
 
 
 @cache
-def _connector() -> tuple[Any, Callable[[Any], bytes]]:
+def _connector() -> tuple[Any, Callable[..., bytes]]:
     """Return an offer of the connector, and its digest of prompts, with or without vLLM."""
     package = ModuleType("llm_datadist.integrations.vllm")  # its own file registers the connector at vLLM
     package.__path__ = [str(Path(references.__file__).parent / "vllm")]
@@ -351,7 +358,7 @@ def _connector() -> tuple[Any, Callable[[Any], bytes]]:
     used = f"{connector}.base", f"{connector}.metrics", "vllm.v1.metrics.utils", "vllm.v1.kv_cache_interface"
     absent = {
         ".".join(parts[:count]): _Absent("vllm")
-        for parts in (name.split(".") for name in (*used, "vllm.v1.request", "vllm.logger"))
+        for parts in (name.split(".") for name in (*used, "vllm.v1.request", "vllm.logger", "vllm.version"))
         for count in range(1, len(parts) + 1)
     }
     others = {name: each for name, each in sys.modules.items() if not name.startswith(package.__name__)}

@@ -11,7 +11,7 @@ import numpy as np
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
-from llm_datadist.integrations.vllm.layout import rows_of
+from llm_datadist.integrations.vllm.layout import pages_of, rows_of
 from llm_datadist.integrations.vllm.offers import KvOffer, RankEndpoint
 from llm_datadist.types.grant import Grant
 
@@ -40,7 +40,8 @@ class Reader:
 
     def pull(self, offer: KvOffer, grant: Grant) -> np.ndarray:
         """Return all blocks of an offer, in its order: (places, bytes). They are NaN before."""
-        there = rows_of(offer.layout, [block for _, blocks in offer.groups for block in blocks], 0, offer.layout.heads)
+        pages = pages_of(offer.layout, [block for _, blocks in offer.groups for block in blocks])
+        there = rows_of(offer.layout, pages, 0, offer.layout.heads)
         shape = (len(offer.layout.places), len(there), offer.layout.row_bytes)
         memory = np.full(shape, 0xFF, np.uint8)
         addresses = [each.ctypes.data for each in memory]

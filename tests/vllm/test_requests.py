@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
 import threading
 import time
@@ -14,6 +16,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -30,6 +34,7 @@ from tests.vllm.odd import odd_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
 BLOCKS, TOKENS = 64, 8
 PROMPT = list(range(20))  # three blocks
@@ -55,7 +60,8 @@ class Engine:
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=TOKENS),
-            model_config=SimpleNamespace(model="m", get_total_num_kv_heads=lambda: 2),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+            lora_config=None,
             compilation_config=SimpleNamespace(static_forward_context={"layer": KERNEL}),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
@@ -156,6 +162,14 @@ def asked(name: str, params: Any, prompt: list[int]) -> Request:
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(worker, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Captures vLLM's log, which its own handler keeps from the root."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
 
 
 @pytest.fixture
@@ -489,6 +503,81 @@ def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
     gate.set()
     threads.shutdown()
     assert decode.worker.datadist.explain(first).state == "ready"
+
+
+def with_identity(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, role: str, **extra: Any) -> Engine:
+    said = extra.pop("identity")
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "identity_of", lambda _: said)
+        return make(role, **extra)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ({"vllm": "1", "weights": "w", "rope": "r"}, "weights: w there, v here"),
+        ({"vllm": "1", "rope": "r"}, "weights: none there, v here"),
+        ({"vllm": "2", "weights": "v", "rope": "r"}, "vllm: 2 there, 1 here"),
+        ({"vllm": "1", "weights": "v", "rope": "s", "draft": "d"}, "draft: d there, none here; rope: s there, r here"),
+    ],
+)
+def test_another_identity_is_refused_with_every_difference_before_anything_is_read(
+    make: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog_vllm: pytest.LogCaptureFixture,
+    theirs: dict[str, str],
+    named: str,
+) -> None:
+    ours = {"vllm": "1", "weights": "v", "rope": "r"}
+    decode = with_identity(make, monkeypatch, "decode", identity=ours, accept_versions=["0.9", "3"])
+    prefill = with_identity(make, monkeypatch, "prefill", identity=theirs)
+    assert not decode.fetched("one", offered(prefill, "one", [1, 2, 3]), [1, 2, 3])
+    assert f"the engines do not fit: {named}\n" in caplog_vllm.text
+    assert decode.worker.datadist.statistics().links == ()
+    assert comes(with_identity(make, monkeypatch, "prefill", identity=ours), decode, "equal")
+    assert comes(with_identity(make, monkeypatch, "prefill", identity=ours | {"vllm": "3"}), decode, "accepted")
+
+
+def test_wrong_accept_versions_end_the_start(make: Callable[..., Engine]) -> None:
+    with pytest.raises(ParamError, match=r"accept_versions: '0\.32': not a list"):
+        make("decode", accept_versions="0.32")
+
+
+def test_adapters_of_one_name_with_other_weights_do_not_fit(make: Callable[..., Engine], tmp_path: Path) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    one, other = (adapter(tmp_path / name, scale) for name, scale in (("one", 1.0), ("other", 2.0)))
+    for number, (theirs, ours, fits) in enumerate([(one, one, True), (one, other, False), (one, None, False)]):
+        request = asked(f"p{number}", {"do_remote_decode": True}, PROMPT)
+        request.lora_request = LoRARequest("a", 1 + (theirs is other), str(theirs))
+        prefill.scheduler.on_new_request(request)
+        prefill.compute(request, [1, 2, 3], len(PROMPT))
+        params = prefill.finish(request, [1, 2, 3])
+        reader = asked(f"d{number}", params, PROMPT)
+        reader.lora_request = LoRARequest("a", 1 + (ours is other), str(ours)) if ours else None
+        decode.scheduler.on_new_request(reader)
+        assert (f"d{number}" in decode.scheduler.take_orders(NOTHING).claims) is fits
+
+
+def test_an_adapter_that_cannot_be_told_apart_is_not_offered(
+    make: Callable[..., Engine], tmp_path: Path, caplog_vllm: pytest.LogCaptureFixture
+) -> None:
+    folder = adapter(tmp_path / "one", 1.0)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    request = asked("one", {"do_remote_decode": True}, PROMPT)
+    request.lora_request = LoRARequest("a", 1, str(folder))
+    prefill = make("prefill")
+    prefill.scheduler.on_new_request(request)
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    assert prefill.finish(request, [1, 2, 3]) is None
+    assert "the KV of request one cannot be named" in caplog_vllm.text
+
+
+def adapter(folder: Path, scale: float, alpha: int = 8) -> Path:
+    folder.mkdir()
+    save_file({"layer.lora_A.weight": torch.full((8, 64), scale)}, folder / "adapter_model.safetensors")
+    config = {"r": 8, "lora_alpha": alpha, "base_model_name_or_path": str(folder)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_an_engine_that_leaves_its_host_without_a_secret_does_not_start() -> None:

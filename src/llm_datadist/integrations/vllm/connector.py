@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from llm_datadist.integrations.vllm.kinds import require_supported
+from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -35,12 +37,18 @@ if TYPE_CHECKING:
 class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves a prompt's KV cache from a prefill engine to a decode engine.
 
-    docs/vllm.md has its options (``kv_connector_extra_config``). Threads: vLLM's.
+    docs/vllm.md has its options (``kv_connector_extra_config``). Threads: vLLM's. Inside a MultiConnector, which hands
+    the first part's handshake to all parts, ranks tell their endpoints with the results of the first step.
     """
 
     _cache_hit_source = CacheHitSource.P2P
+    supports_sleep_mode = False  # vLLM 0.32 does not ask
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        if vllm_config.model_config.enable_sleep_mode:
+            raise unsupported("sleep mode: it discards KV that peers read")
+        if vllm_config.weight_transfer_config is not None:
+            raise unsupported("weights that change while the engine runs (weight_transfer_config)")
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm_config, kv_cache_config)
         schedules = role is KVConnectorRole.SCHEDULER
@@ -72,6 +80,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.take_output(connector_output)
 
+    def has_pending_push_work(self) -> bool:
+        """Return True until the endpoints are known: vLLM then makes steps without requests."""
+        return bool(self._scheduler.awaits_endpoints)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.take_orders(scheduler_output)
 
@@ -91,9 +103,11 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
+        if get_kv_transfer_group() is not self:
+            self._worker.announce()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.endpoint()
+        return self._worker.endpoint() if get_kv_transfer_group() is self else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End the grants of aborted and preempted requests, before this step overwrites their blocks."""

@@ -49,7 +49,7 @@ def windows_of(cache: KVCacheConfig) -> list[int | None]:
     return found
 
 
-def facts_of(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
+def facts_of(config: VllmConfig, cache: KVCacheConfig, identity: dict[str, str]) -> EngineFacts:
     """Return the facts of a worker's engine, once its attention kernels are chosen."""
     specs, ranks = _specs(cache), config.parallel_config.tensor_parallel_size
     layers = config.compilation_config.static_forward_context
@@ -64,11 +64,10 @@ def facts_of(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
     if len(orders) != 1:
         raise unsupported(f"layers of several attention kernels: {sorted(orders)}")
     return EngineFacts(
-        model=config.model_config.model,
+        identity=identity | {"attention": orders.pop()},
         block_tokens=config.cache_config.block_size,
         ranks=ranks,
         replicas=replicas.pop(),
-        order=orders.pop(),
         whole=any(each.num_heads != each.num_kv_heads for each in specs),
     )
 

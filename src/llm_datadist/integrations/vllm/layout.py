@@ -21,9 +21,10 @@ import msgspec
 import numpy as np
 
 from llm_datadist.errors import CacheMismatch, LLMException, LLMStatusCode
+from llm_datadist.integrations.vllm.identity import Identity, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -39,8 +40,7 @@ COLUMNS: Final = "CPU_ATTN columns"
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Properties of an engine's KV that decide whether, and how, another engine reads it."""
 
-    model: str
-    dtype: str
+    identity: Identity
     block_tokens: Small  # of one block
     pages: Small  # consecutive parts of a block; each holds all heads of this rank
     heads: Small  # KV heads of this rank; 1 if a page cannot be divided
@@ -48,17 +48,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     places: Annotated[list[list[str]], msgspec.Meta(min_length=1)]  # for each tensor the names of its layers
     ranks: Small  # tensor-parallel ranks of the engine
     replicas: Small  # consecutive ranks that hold the same heads
-    order: str  # of the bytes in a row, as the attention kernel has them
     #: Parts of a row in which a token's bytes follow the last token's: (number, bytes of a token). Empty if unknown.
     strips: list[tuple[Small, Small]]
-
-    def __post_init__(self) -> None:
-        """Refuse what no engine has; a peer's layout is decoded through here."""
-        tokens, rest = divmod(self.block_tokens, self.pages)
-        if rest or self.row_bytes % tokens or self.ranks % self.replicas:
-            raise ValueError("layout: pages, rows or ranks that do not divide evenly")
-        if self.strips and sum(number * nbytes for number, nbytes in self.strips) * tokens != self.row_bytes:
-            raise ValueError("layout: strips that are no row")
 
     @property
     def rows(self) -> int:
@@ -73,13 +64,13 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Number of ranks with different heads."""
         return self.ranks // self.replicas
 
-    def check(self, peer: Layout) -> None:
+    def check(self, peer: Layout, accept_versions: Collection[str] = ()) -> None:
         """Raise CacheMismatch with every difference, unless a rank with this layout can read such a peer."""
-        found = [
-            f"{name}: {_short(getattr(peer, name))} there, {_short(getattr(self, name))} here"
-            for name in ("model", "dtype", "order", "places")
-            if getattr(peer, name) != getattr(self, name)
-        ]
+        if peer.block_tokens % peer.pages or peer.row_bytes % peer.page_tokens or peer.ranks % peer.replicas:
+            raise CacheMismatch("the engines do not fit: pages, rows or ranks there do not divide evenly")
+        found = differences(peer.identity, self.identity, accept_versions)
+        if peer.places != self.places:
+            found.append(f"places: {_short(peer.places)} there, {_short(self.places)} here")
         there, here = (each.row_bytes // each.page_tokens for each in (peer, self))
         if there != here:
             found.append(f"bytes of a token of a row: {there} there, {here} here")
@@ -88,7 +79,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found.append(f"KV heads: {held[0]} there, {held[1]} here")
         if peer.page_tokens != self.page_tokens and not (self.strips and self.strips == peer.strips):
             sizes = f"{peer.block_tokens} there, {self.block_tokens} here"
-            found.append(f"block_tokens: {sizes}, and rows of {self.order} cannot be divided")
+            found.append(f"block_tokens: {sizes}, and rows of {self.identity['attention']} cannot be divided")
         if found:
             raise CacheMismatch(f"the engines do not fit: {'; '.join(found)}")
 
@@ -203,11 +194,10 @@ def _strips(layout: Layout, tensor: NDArray[Any], tokens: int) -> Iterator[NDArr
 class EngineFacts(NamedTuple):
     """Facts that a KV cache's memory does not show."""
 
-    model: str
+    identity: dict[str, str]
     block_tokens: int
     ranks: int
     replicas: int
-    order: str
     whole: bool  # heads cannot be told apart
 
 
@@ -243,8 +233,7 @@ def describe(views: Mapping[str, torch.Tensor], num_blocks: int, about: EngineFa
     half = page_bytes // heads // view.shape[2] // 2
     ordered = sorted(places.items())
     layout = Layout(
-        model=about.model,
-        dtype=str(view.dtype).removeprefix("torch."),
+        identity=about.identity,
         block_tokens=about.block_tokens,
         pages=view.shape[0] // num_blocks,
         heads=heads,
@@ -252,9 +241,8 @@ def describe(views: Mapping[str, torch.Tensor], num_blocks: int, about: EngineFa
         places=[names for _, names in ordered],
         ranks=about.ranks,
         replicas=about.replicas,
-        order=about.order,
         strips=[(half // view.element_size(), view.element_size()), (1, half)]
-        if about.order == COLUMNS and apart
+        if about.identity["attention"] == COLUMNS and apart
         else [],
     )
     return layout, [address for address, _ in ordered]

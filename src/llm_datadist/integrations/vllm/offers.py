@@ -88,9 +88,13 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class ClaimedRequests(KVConnectorWorkerMetadata):
-    """Offered requests whose grants a reader has claimed, from a worker to the scheduler."""
+    """Offered requests whose grants a reader has claimed, from a worker to the scheduler.
+
+    The first one inside a MultiConnector has the rank's endpoint, too, by (pipeline rank, tensor-parallel rank).
+    """
 
     requests: set[str]
+    endpoints: dict[tuple[int, int], EndpointMetadata] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
-        return ClaimedRequests(self.requests | other.requests)
+        return ClaimedRequests(self.requests | other.requests, self.endpoints | other.endpoints)

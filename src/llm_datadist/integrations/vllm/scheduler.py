@@ -35,6 +35,7 @@ from vllm.v1.request import RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
+from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
@@ -81,7 +82,9 @@ class Scheduler:
         self._windows = windows_of(kv_cache_config)
         option = vllm_config.kv_transfer_config.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
+        self._adapters = Adapters(vllm_config.lora_config)
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
+        self._beside = False  # other parts of a MultiConnector
         self._layout: Layout
         self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends; False: refused
         self._prompts: dict[str, Request] = {}  # to be decoded elsewhere: until granted, or ended
@@ -101,16 +104,20 @@ class Scheduler:
             self._layout = each.layout
         self.ranks = [each.endpoint for each in found]
 
+    @property
+    def awaits_endpoints(self) -> bool:
+        return self._config.kv_transfer_config.is_kv_producer and not self.ranks
+
     def on_new_request(self, request: Request) -> None:
         asked = _asked_of(request)
-        if self.ranks and asked.get("do_remote_decode"):
+        if asked.get("do_remote_decode"):
             self._prompts[request.request_id] = request
-        if not asked.get("do_remote_prefill"):
+        if not asked.get("do_remote_prefill") and FIELD not in asked:
             return
         self._asked[request.request_id] = False
         try:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
-            if offer.prompt != _prompt_digest(request):
+            if offer.prompt != _prompt_digest(request, self._adapters):
                 raise ParamError("reference: of another prompt than this request's")
             self._require_all(offer, request.num_prompt_tokens)
         except ParamError as error:
@@ -179,6 +186,8 @@ class Scheduler:
             return False, None
         del self.granted[request.request_id]
         self._orders.offered.append(request.request_id)
+        if self._beside:  # parts of a MultiConnector may not give the same fields
+            return True, {FIELD: granted.reference}
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -209,6 +218,9 @@ class Scheduler:
         """Forget requests whose grants were claimed or have ended."""
         told = output.kv_connector_worker_meta
         claimed = told.requests if isinstance(told, ClaimedRequests) else ()
+        if isinstance(told, ClaimedRequests) and told.endpoints:
+            self.take_endpoints(told.endpoints)
+            self._beside = True
         for request_id in {*claimed, *(output.finished_sending or ())}:
             self._let_go(request_id)
 
@@ -233,7 +245,9 @@ class Scheduler:
         return orders
 
     def _grant(self, request: Request, block_ids: Sequence[list[int]]) -> None:
-        prompt, tokens = _prompt_digest(request), request.num_prompt_tokens
+        if not self.ranks:
+            return
+        prompt, tokens = _prompt_digest(request, self._adapters), request.num_prompt_tokens
         groups = self._needed(block_ids, 0, tokens)
         blocks = [block for _, numbers in groups for block in numbers]
         if prompt is None or not blocks or not self._hold(request.request_id, blocks):
@@ -254,13 +268,14 @@ def _asked_of(request: Request) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def _prompt_digest(request: Request) -> bytes | None:
-    """Return a digest of everything that determines a prompt's KV; None if that is not tokens and texts."""
+def _prompt_digest(request: Request, adapters: Adapters) -> bytes | None:
+    """Return a digest of everything that determines a prompt's KV in an engine; None if not all of it is known."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
-    lora = request.lora_request.lora_name if request.lora_request is not None else None
-    said = [request.prompt_token_ids, lora, [each.identifier for each in request.mm_features], request.cache_salt]
+    images = [each.identifier for each in request.mm_features]
     try:
+        said = [request.prompt_token_ids, adapters.parts(request.lora_request), images, request.cache_salt]
         return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=16).digest()
-    except (UnicodeEncodeError, TypeError, OverflowError):
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        logger.warning("the KV of request %s cannot be named: %s", request.request_id, error)
         return None

@@ -31,6 +31,7 @@ from vllm.logger import init_logger
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
+from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.kinds import facts_of
 from llm_datadist.integrations.vllm.layout import (
     Layout,
@@ -91,6 +92,10 @@ class RankWorker:
         self._host = str(option("host", "127.0.0.1"))
         self._config = vllm_config
         self._cache_config = kv_cache_config
+        self._identity = identity_of(vllm_config)
+        self._accept = option("accept_versions", [])
+        if not isinstance(self._accept, list):
+            raise ParamError(f"accept_versions: {self._accept!r}: not a list of vLLM's versions")
         self._producer = transfer.is_kv_producer
         self.cluster_id = secrets.randbits(63)
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
@@ -102,6 +107,7 @@ class RankWorker:
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self.given: dict[str, _Given] = {}  # by granted request
         self._newly_claimed: set[str] = set()  # offered requests
+        self._announced: dict[tuple[int, int], EndpointMetadata] = {}
         self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
         self._fetching = 0  # ordered, not reported fetches
@@ -135,7 +141,7 @@ class RankWorker:
         self._layout, addresses = describe(
             {name: view for name, view in views.items() if name in wanted},
             self._cache_config.num_blocks,
-            facts_of(self._config, self._cache_config),
+            facts_of(self._config, self._cache_config, self._identity),
         )
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
@@ -154,6 +160,11 @@ class RankWorker:
         return EndpointMetadata(
             RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout
         )
+
+    def announce(self) -> None:
+        """Tell the scheduler the endpoint in the next step."""
+        if (endpoint := self.endpoint()) is not None:
+            self._announced = {(0, self._rank): endpoint}
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
@@ -207,7 +218,7 @@ class RankWorker:
 
     def _shares(self, offer: KvOffer) -> list[Share]:
         """Return this rank's shares; raise LLMException unless the engines fit."""
-        self._layout.check(offer.layout)
+        self._layout.check(offer.layout, self._accept)
         if len(offer.ranks) != offer.layout.ranks:
             raise ParamError(f"reference: names {len(offer.ranks)} of {offer.layout.ranks} ranks")
         return shares(self._layout, self._rank, offer.layout)
@@ -303,9 +314,10 @@ class RankWorker:
         self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
 
     def take_claimed(self) -> ClaimedRequests | None:
-        """Return the offered requests claimed since the last call."""
+        """Return the offered requests claimed since the last call, and what was announced."""
         found, self._newly_claimed = self._newly_claimed, set()
-        return ClaimedRequests(found) if found else None
+        endpoints, self._announced = self._announced, {}
+        return ClaimedRequests(found, endpoints) if found or endpoints else None
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
