@@ -32,12 +32,10 @@ from vllm.v1.kv_cache_interface import (
 
 from llm_datadist.errors import CacheMismatch, LLMException
 from llm_datadist.integrations.vllm import LLMDataDistConnector, worker
-from llm_datadist.integrations.vllm.kinds import facts_of, require_supported, windows_of
+from llm_datadist.integrations.vllm.kinds import describe, require_supported, windows_of
 from llm_datadist.integrations.vllm.layout import (
     COLUMNS,
-    EngineFacts,
     Layout,
-    describe,
     divide,
     pieces,
     portions,
@@ -140,7 +138,7 @@ def read(theirs: Layout, ours: Layout, kv: np.ndarray[Any, Any], tokens: int, mo
                 own[rows_of(ours, moved.ours, share.ours, share.count)] = stored[share.rank][rows]
             else:
                 for portion in portions(theirs, ours, moved, share, most):
-                    divide(portion, moved.tokens, theirs, stored[share.rank][portion.rows], ours, own)
+                    divide(portion, moved.tokens, theirs, stored[share.rank][portion[0]], ours, own)
         both = min(len(there) * theirs.block_tokens, len(here) * ours.block_tokens)
         assert (own == memory_of(ours, rank, kv[:, :both], here)).all(), (theirs, ours, rank)
 
@@ -248,14 +246,14 @@ SUBCLASSES = {
 def test_only_exact_kinds_of_layers_are_served(name: str, wrapped: bool) -> None:
     spec = spec_of(getattr(kinds, name), **SUBCLASSES[name])
     if wrapped:
-        spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": spec_of(), "b": spec})
+        spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"0.0": spec_of(), "0.1": spec})
     with pytest.raises(LLMException, match=f"does not support layers of kind {name}"):
         require_supported(*configured([spec]))
 
 
 def test_known_kinds_are_served_and_windows_found() -> None:
     window = spec_of(SlidingWindowSpec, sliding_window=64, extra_retained_tokens=2)
-    both = {"a": spec_of(), "b": spec_of(MLAAttentionSpec)}
+    both = {"2.0": spec_of(), "2.1": spec_of(MLAAttentionSpec)}
     config, cache = configured([spec_of(), window, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=both)])
     require_supported(config, cache)
     assert windows_of(cache) == [None, 66, None]
@@ -279,36 +277,50 @@ def test_ranks_that_divide_layers_or_tokens_are_refused_when_the_connector_start
         LLMDataDistConnector(config, role, cache)
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (spec_of(MLAAttentionSpec, tokens_per_state=4), "layers with 4 tokens in one state"),
-        (spec_of(block_size=32), "layers with blocks of 32 and 16 tokens"),
-    ],
-)
-def test_blocks_that_hold_other_tokens_than_the_engine_says_are_refused(spec: Any, said: str) -> None:
-    with pytest.raises(LLMException, match=said):
-        require_supported(*configured([spec_of(), spec]))
+def test_blocks_that_hold_other_tokens_than_the_engine_says_are_refused() -> None:
+    with pytest.raises(LLMException, match="layers with blocks of 32 and 16 tokens"):
+        require_supported(*configured([spec_of(), spec_of(block_size=32)]))
+
+
+def described(spec: Any, *, shape: tuple[int, ...] = (), **given: Any) -> Layout:
+    """Return the layout of a rank of an engine with one group of layers, whose views have a shape."""
+    config, cache = configured([spec], **given)
+    of = shape or (cache.num_blocks, spec.num_kv_heads, 16, 2 * SIZE)
+    found, _ = describe({name: torch.zeros(of) for name in cache.kv_cache_groups[0].layer_names}, config, cache, {})
+    return found
 
 
 def test_replicas_are_those_of_the_model_and_one_head_is_latent() -> None:
-    assert facts_of(*configured([spec_of()], ranks=8, heads=2), {}).replicas == 4
-    assert facts_of(*configured([spec_of(num_kv_heads=2)], ranks=4, heads=8), {}).replicas == 1
-    assert facts_of(*configured([spec_of(MLAAttentionSpec)], ranks=4, heads=16), {}).replicas == 4
-    with pytest.raises(LLMException, match="4 ranks with 2 KV heads each of 2"):
-        facts_of(*configured([spec_of(num_kv_heads=2)], ranks=4, heads=2), {})
+    assert described(spec_of(), ranks=8, heads=2).replicas == 4
+    assert described(spec_of(num_kv_heads=2), ranks=4, heads=8).replicas == 1
+    latent = described(spec_of(MLAAttentionSpec), shape=(40, 1, 16, 576), ranks=4, heads=16)
+    assert (latent.replicas, latent.holders, latent.heads, latent.row_bytes) == (4, 1, 1, 16 * 576 * 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((40, 1, 8, 64), "a layer of shape .* for 40 blocks of 16 tokens"),
+        ((41, 1, 16, 64), "a layer of shape"),
+        ((40, 16, 64), "a layer of shape"),
+    ],
+)
+def test_memory_of_another_shape_is_refused(shape: tuple[int, ...], said: str) -> None:
+    with pytest.raises(LLMException, match=said):
+        described(spec_of(), shape=shape)
 
 
 def test_bytes_of_another_kernel_are_not_taken_for_those_of_this_one() -> None:
-    def order(name: str, isa: str, dtype: torch.dtype = torch.float32) -> str:
+    def found(name: str, isa: str, dtype: torch.dtype = torch.float32) -> Layout:
         module = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name), isa=isa)
-        return facts_of(*configured([spec_of(dtype=dtype)], layers=dict.fromkeys(["0.0", "0.1"], module)), {}).identity[
-            "attention"
-        ]
+        return described(spec_of(dtype=dtype), layers=dict.fromkeys(["0.0", "0.1"], module))
 
-    assert order("CPU_ATTN", "vec") == order("CPU_ATTN", "vec16", torch.bfloat16) == COLUMNS
-    others = [order("CPU_ATTN", "amx"), order("CPU_ATTN", "neon"), order("CPU_ATTN", "vec", torch.uint8)]
-    assert len({COLUMNS, *others, order("FLASH_ATTN", "")}) == 5
+    assert found("CPU_ATTN", "vec") == found("CPU_ATTN", "vec16", torch.bfloat16)
+    assert found("CPU_ATTN", "vec").identity == {"attention": COLUMNS}
+    others = [found("CPU_ATTN", "amx"), found("CPU_ATTN", "neon"), found("CPU_ATTN", "vec", torch.uint8)]
+    others.append(found("FLASH_ATTN", ""))
+    assert len({COLUMNS, *(each.identity["attention"] for each in others)}) == 5
+    assert not any(each.strips for each in others)
 
 
 # --- bytes between workers ------------------------------------------------------------------------------------------
@@ -365,6 +377,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
         token = random.randbytes(16)
         for each in prefill.workers:
             each.obey(Orders(grants={"r": (token, prefill.blocks)}), idle=True)
+            each.obey(Orders(offered=["r"]), idle=True)
         ranks = [each.endpoint for each in endpoints if each is not None]
         offer = KvOffer(b"", [(0, prefill.blocks)], ranks, endpoints[0].layout)  # type: ignore[union-attr]
         orders = Orders(claims={"r": (offer, token)}, fetches={"r": [(0, decode.blocks)]})
@@ -409,10 +422,3 @@ def test_blocks_of_other_sizes_are_divided(
     fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, ranks: tuple[int, int], heads: int
 ) -> None:
     fetch((ranks[0], there), (ranks[1], here), heads)
-
-
-def test_a_latent_head_is_one_row() -> None:
-    views = {"a": torch.zeros(6, 1, 16, 576)}
-    about = EngineFacts({"attention": "CPU_MLA"}, 16, 2, 2, whole=False)
-    found, _ = describe(views, 6, about)
-    assert (found.heads, found.holders, found.row_bytes, found.strips) == (1, 1, 16 * 576 * 4, [])

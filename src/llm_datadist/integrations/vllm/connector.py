@@ -9,7 +9,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from llm_datadist.integrations.vllm.kinds import require_supported
-from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -45,10 +45,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     supports_sleep_mode = False  # vLLM 0.32 does not ask
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        if vllm_config.model_config.enable_sleep_mode:
-            raise unsupported("sleep mode: it discards KV that peers read")
-        if vllm_config.weight_transfer_config is not None:
-            raise unsupported("weights that change while the engine runs (weight_transfer_config)")
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm_config, kv_cache_config)
         schedules = role is KVConnectorRole.SCHEDULER
@@ -61,6 +57,9 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         self._scheduler.take_endpoints(metadata)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.use_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
@@ -103,8 +102,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
-        if get_kv_transfer_group() is not self:
-            self._worker.announce()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.endpoint() if get_kv_transfer_group() is self else None

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
-from llm_datadist.integrations.vllm.layout import COLUMNS, EngineFacts, unsupported
+from llm_datadist.integrations.vllm.layout import COLUMNS, Layout, unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -29,65 +32,84 @@ def require_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     for name, what in _ONE.items():
         if (size := getattr(config.parallel_config, name)) > 1:
             raise unsupported(f"{what} ({name} is {size})")
-    for spec in _specs(cache):
+    if config.model_config.enable_sleep_mode:
+        raise unsupported("sleep mode: it discards KV that peers read")
+    if config.weight_transfer_config is not None:
+        raise unsupported("weights that change while the engine runs (weight_transfer_config)")
+    for spec in _specs(cache).values():
         if type(spec) not in _KINDS:
             raise unsupported(f"layers of kind {type(spec).__name__}")
-        if spec.tokens_per_state != 1:
-            raise unsupported(f"layers with {spec.tokens_per_state} tokens in one state")
         if spec.block_size != config.cache_config.block_size:
             raise unsupported(f"layers with blocks of {spec.block_size} and {config.cache_config.block_size} tokens")
 
 
 def windows_of(cache: KVCacheConfig) -> list[int | None]:
     """Return for each transferred group the tokens that it looks back; None for all."""
-    found: list[int | None] = []
-    for group in cache.transfer_group_ids:
-        windows = {_window(each) for each in iter_layer_specs(cache.kv_cache_groups[group].kv_cache_spec)}
-        if len(windows) != 1:
-            raise unsupported(f"layers of several windows in one group: {sorted(map(str, windows))}")
-        found += windows
-    return found
-
-
-def facts_of(config: VllmConfig, cache: KVCacheConfig, identity: dict[str, str]) -> EngineFacts:
-    """Return the facts of a worker's engine, once its attention kernels are chosen."""
-    specs, ranks = _specs(cache), config.parallel_config.tensor_parallel_size
-    layers = config.compilation_config.static_forward_context
-    replicas = {_replicas(each, ranks, config) for each in specs}
-    if len(replicas) != 1:
-        raise unsupported(f"layers with {sorted(replicas)} ranks for one KV head")
-    groups = [cache.kv_cache_groups[each] for each in cache.transfer_group_ids]
-    pairs = [
-        (name, spec) for group in groups for name in group.layer_names for spec in iter_layer_specs(group.kv_cache_spec)
-    ]
-    orders = {_order(layers[name], spec) for name, spec in pairs if name in layers}
-    if len(orders) != 1:
-        raise unsupported(f"layers of several attention kernels: {sorted(orders)}")
-    return EngineFacts(
-        identity=identity | {"attention": orders.pop()},
-        block_tokens=config.cache_config.block_size,
-        ranks=ranks,
-        replicas=replicas.pop(),
-        whole=any(each.num_heads != each.num_kv_heads for each in specs),
-    )
-
-
-def _specs(cache: KVCacheConfig) -> list[Any]:
-    groups = [cache.kv_cache_groups[each] for each in cache.transfer_group_ids]
-    return [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    groups = [cache.kv_cache_groups[each].kv_cache_spec for each in cache.transfer_group_ids]
+    return [_window(next(iter(iter_layer_specs(each)))) for each in groups]  # the same for all layers of a group
 
 
 def _window(spec: Any) -> int | None:
     return spec.sliding_window + spec.extra_retained_tokens if type(spec) is SlidingWindowSpec else None
 
 
-def _replicas(spec: Any, ranks: int, config: VllmConfig) -> int:
-    """Return the number of consecutive ranks that hold the same KV heads."""
+def _specs(cache: KVCacheConfig) -> dict[str, Any]:
+    """Return the kind of each transferred layer."""
+    found: dict[str, Any] = {}
+    for group in (cache.kv_cache_groups[each] for each in cache.transfer_group_ids):
+        each_own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        found |= {name: each_own.get(name, group.kv_cache_spec) for name in group.layer_names}
+    return found
+
+
+def describe(
+    views: Mapping[str, torch.Tensor], config: VllmConfig, cache: KVCacheConfig, identity: dict[str, str]
+) -> tuple[Layout, list[int]]:
+    """Return the layout of a rank's KV cache, and the address of each place, once its kernels are chosen.
+
+    A layer's view has the shape (pages, heads, tokens, bytes of K and V). Raises :func:`unsupported` for memory that
+    this connector cannot name.
+    """
+    specs = {name: each for name, each in _specs(cache).items() if name in views}
+    num_blocks, block_tokens = cache.num_blocks, config.cache_config.block_size
+    places: dict[int, list[str]] = {}
+    for name in sorted(specs):
+        places.setdefault(views[name].data_ptr(), []).append(name)
+    shapes = {(tuple(views[name].shape), views[name].stride(), str(views[name].dtype)) for name in specs}
+    if len(shapes) != 1:
+        raise unsupported(f"layers of {len(shapes)} shapes: {sorted(map(str, shapes))}")
+    layers = config.compilation_config.static_forward_context
+    orders = {_order(layers[name], spec) for name, spec in specs.items()}
+    if len(orders) != 1:
+        raise unsupported(f"layers of several attention kernels: {sorted(orders)}")
+    order, (name, spec) = orders.pop(), next(iter(specs.items()))
+    view, plain = views[name], all(each.num_heads == each.num_kv_heads for each in specs.values())
+    if view.dim() != 4 or view.shape[0] % num_blocks or view.shape[0] // num_blocks * view.shape[2] != block_tokens:
+        raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks of {block_tokens} tokens")
+    page = view[0]
+    if not page.is_contiguous() and not page.transpose(0, 1).is_contiguous():
+        raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
+    apart = page.is_contiguous() and plain  # else all heads are one row
+    heads, size = view.shape[1] if apart else 1, view.element_size()
+    page_bytes = page.numel() * size
+    if view.stride(0) * size != page_bytes:
+        raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
+    half = page_bytes // heads // view.shape[2] // 2
+    ranks = config.parallel_config.tensor_parallel_size
     total = 1 if type(spec) is MLAAttentionSpec else config.model_config.get_total_num_kv_heads()
-    held = spec.num_kv_heads * ranks
-    if held % total or (held != total and spec.num_kv_heads != 1):
-        raise unsupported(f"{ranks} ranks with {spec.num_kv_heads} KV heads each of {total}")
-    return int(held // total)
+    ordered = sorted(places.items())
+    layout = Layout(
+        identity=identity | {"attention": order},
+        block_tokens=block_tokens,
+        pages=view.shape[0] // num_blocks,
+        heads=heads,
+        row_bytes=page_bytes // heads,
+        places=[names for _, names in ordered],
+        ranks=ranks,
+        replicas=max(1, ranks // total),
+        strips=[(half // size, size), (1, half)] if order == COLUMNS and apart else [],
+    )
+    return layout, [address for address, _ in ordered]
 
 
 def _order(layer: Any, spec: Any) -> str:

@@ -24,13 +24,14 @@ from llm_datadist.errors import CacheMismatch, LLMException, LLMStatusCode
 from llm_datadist.integrations.vllm.identity import Identity, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     #: For each group of layers: index of its first block in the request, and an engine's blocks from there.
     Groups = Sequence[tuple[int, Sequence[int]]]
+    #: Rows to pull into a buffer, one after another; for each piece and head its row and part there, and at this rank.
+    Portion = tuple[NDArray[Any], tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]
 
 Small = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 #: A kernel order: all tokens' first component of K, then their second, and so on; then V, token by token.
@@ -70,7 +71,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CacheMismatch("the engines do not fit: pages, rows or ranks there do not divide evenly")
         found = differences(peer.identity, self.identity, accept_versions)
         if peer.places != self.places:
-            found.append(f"places: {_short(peer.places)} there, {_short(self.places)} here")
+            found.append(f"places: {str(peer.places)[:200]} there, {str(self.places)[:200]} here")
         there, here = (each.row_bytes // each.page_tokens for each in (peer, self))
         if there != here:
             found.append(f"bytes of a token of a row: {there} there, {here} here")
@@ -82,11 +83,6 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found.append(f"block_tokens: {sizes}, and rows of {self.identity['attention']} cannot be divided")
         if found:
             raise CacheMismatch(f"the engines do not fit: {'; '.join(found)}")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -149,14 +145,6 @@ def rows_of(layout: Layout, pages: NDArray[np.int64], first: int, count: int) ->
     return (pages[:, None] * layout.heads + np.arange(first, first + count)).reshape(-1)
 
 
-class Portion(NamedTuple):
-    """Rows to pull into a buffer, one after another, and the pieces to copy from there."""
-
-    rows: NDArray[np.int64]
-    source: tuple[NDArray[np.int64], NDArray[np.int64]]  # of each piece and head: row of the buffer, and part of it
-    target: tuple[NDArray[np.int64], NDArray[np.int64]]  # row of this rank, and part of it
-
-
 def portions(theirs: Layout, ours: Layout, moved: Pieces, share: Share, most: int) -> Iterator[Portion]:
     """Yield a share's pieces in portions of at most ``most`` pages of the peer."""
     per_page, per_own = (each.page_tokens // moved.tokens for each in (theirs, ours))
@@ -164,11 +152,10 @@ def portions(theirs: Layout, ours: Layout, moved: Pieces, share: Share, most: in
     heads = np.arange(share.count)
     for first in range(0, len(pages), most):
         of = (place >= first) & (place < first + most)
-        old, new = (place[of, None] - first) * share.count + heads, moved.ours[of, None] // per_own * ours.heads
-        yield Portion(
+        yield (
             rows_of(theirs, pages[first : first + most], share.theirs, share.count),
-            (old, moved.theirs[of, None] % per_page),
-            (new + share.ours + heads, moved.ours[of, None] % per_own),
+            ((place[of, None] - first) * share.count + heads, moved.theirs[of, None] % per_page),
+            (moved.ours[of, None] // per_own * ours.heads + share.ours + heads, moved.ours[of, None] % per_own),
         )
 
 
@@ -176,9 +163,9 @@ def divide(
     portion: Portion, tokens: int, theirs: Layout, buffer: NDArray[Any], ours: Layout, own: NDArray[Any]
 ) -> None:
     """Copy a portion's pieces of so many tokens from a buffer of one tensor's rows to this rank's tensor."""
+    _, (old_rows, old_parts), (new_rows, new_parts) = portion
     for old, new in zip(_strips(theirs, buffer, tokens), _strips(ours, own, tokens), strict=True):
-        rows, parts = portion.target
-        new[rows, :, parts] = old[portion.source[0], :, portion.source[1]]
+        new[new_rows, :, new_parts] = old[old_rows, :, old_parts]
 
 
 def _strips(layout: Layout, tensor: NDArray[Any], tokens: int) -> Iterator[NDArray[np.void]]:
@@ -189,63 +176,6 @@ def _strips(layout: Layout, tensor: NDArray[Any], tokens: int) -> Iterator[NDArr
         strip = tensor[:, begin:end].view(np.dtype((np.void, tokens * nbytes)))
         yield strip.reshape(len(tensor), number, parts)
         begin = end
-
-
-class EngineFacts(NamedTuple):
-    """Facts that a KV cache's memory does not show."""
-
-    identity: dict[str, str]
-    block_tokens: int
-    ranks: int
-    replicas: int
-    whole: bool  # heads cannot be told apart
-
-
-def describe(views: Mapping[str, torch.Tensor], num_blocks: int, about: EngineFacts) -> tuple[Layout, list[int]]:
-    """Return the layout of a rank's KV cache, and the address of each place.
-
-    A layer's view has the shape (pages, heads, tokens, bytes of K and V). Raises :func:`unsupported` for memory that
-    this connector cannot name.
-    """
-    places: dict[int, list[str]] = {}
-    for name, view in sorted(views.items()):
-        places.setdefault(view.data_ptr(), []).append(name)
-    shapes = {(tuple(view.shape), view.stride(), str(view.dtype)) for view in views.values()}
-    if len(shapes) != 1:
-        raise unsupported(f"layers of {len(shapes)} shapes: {sorted(map(str, shapes))}")
-    view = next(iter(views.values()))
-    if (
-        view.dim() != 4
-        or view.shape[0] % num_blocks
-        or view.shape[0] // num_blocks * view.shape[2] != about.block_tokens
-    ):
-        raise unsupported(
-            f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks of {about.block_tokens} tokens"
-        )
-    page = view[0]
-    apart = page.is_contiguous() and not about.whole  # else tokens precede heads, in one piece
-    if not page.is_contiguous() and not page.transpose(0, 1).is_contiguous():
-        raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
-    heads = view.shape[1] if apart else 1
-    page_bytes = page.numel() * page.element_size()
-    if view.stride(0) * view.element_size() != page_bytes:
-        raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
-    half = page_bytes // heads // view.shape[2] // 2
-    ordered = sorted(places.items())
-    layout = Layout(
-        identity=about.identity,
-        block_tokens=about.block_tokens,
-        pages=view.shape[0] // num_blocks,
-        heads=heads,
-        row_bytes=page_bytes // heads,
-        places=[names for _, names in ordered],
-        ranks=about.ranks,
-        replicas=about.replicas,
-        strips=[(half // view.element_size(), view.element_size()), (1, half)]
-        if about.identity["attention"] == COLUMNS and apart
-        else [],
-    )
-    return layout, [address for address, _ in ordered]
 
 
 def unsupported(what: str) -> LLMException:

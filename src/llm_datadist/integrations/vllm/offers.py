@@ -90,7 +90,7 @@ class Orders(KVConnectorMetadata):
 class ClaimedRequests(KVConnectorWorkerMetadata):
     """Offered requests whose grants a reader has claimed, from a worker to the scheduler.
 
-    The first one inside a MultiConnector has the rank's endpoint, too, by (pipeline rank, tensor-parallel rank).
+    The first one has the rank's endpoint, too, by (pipeline rank, tensor-parallel rank), for MultiConnector.
     """
 
     requests: set[str]

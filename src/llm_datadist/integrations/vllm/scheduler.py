@@ -13,8 +13,9 @@ A grant is given during the step that writes its last bytes, and its token is in
 out with that step's output or a later one, which exists once every rank has run the step. So whoever has a token finds
 all grants given, and all bytes written; a grant that is revoked was never named to anybody.
 
-Sliding windows move on. If vLLM has freed blocks of the grant by the request's end, no offer is handed out: after more
-tokens, or if a block begins where the next token's window does, since a decode engine computes the last token again.
+A decode engine fetches the prompt but its last token, which it computes, and so needs the window of that one. By the
+request's end vLLM may have freed blocks of it. After one new token they were freed right before that end, and are kept
+by a reference of our own; after more, no offer is handed out.
 
 HTTP clients write ``kv_transfer_params``: references are verified here, before anything is spent on them. A request
 with a refused one is parked without a fetch, and workers report it as failed in the same step.
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -92,8 +95,13 @@ class Scheduler:
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
         self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant without a claim
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
+        self._pool: BlockPool
+        self._kept: dict[str, list[KVCacheBlock]] = {}  # by offered request: blocks that vLLM had freed
         self._orders = Orders()
         self.stats = Stats()
+
+    def use_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
@@ -127,23 +135,20 @@ class Scheduler:
             self._orders.claims[request.request_id] = offer, token
 
     def _require_all(self, offer: KvOffer, tokens: int) -> None:
-        """Raise ParamError unless an offer has the blocks of all tokens that a next token needs."""
+        """Raise ParamError unless an offer has all that the last of so many tokens reads."""
         size = offer.layout.block_tokens
         if len(offer.groups) != len(self._windows):
-            raise ParamError(
-                f"reference: of {len(offer.groups)} groups of layers, this engine has {len(self._windows)}"
-            )
+            raise ParamError(f"reference: of {len(offer.groups)} groups of layers, not of {len(self._windows)}")
         for window, (first, blocks) in zip(self._windows, offer.groups, strict=True):
             begin = 0 if window is None else max(0, tokens - window)
-            if first * size > begin or (first + len(blocks)) * size < tokens:
-                offered = f"{first * size} to {(first + len(blocks)) * size}"
-                raise ParamError(f"reference: offers tokens {offered} of the request, {begin} to {tokens} are needed")
+            if first * size > begin or (first + len(blocks)) * size < tokens - 1:
+                raise ParamError(f"reference: lacks some of tokens {begin} to {tokens - 1} of the request")
 
     def matched_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a fetch would add to the computed ones."""
         if request.request_id not in self._asked:
             return 0
-        return max(0, request.num_prompt_tokens - num_computed)
+        return max(0, request.num_prompt_tokens - 1 - num_computed)  # vLLM computes the last token in any case
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         if request.request_id not in self._asked:
@@ -152,7 +157,7 @@ class Scheduler:
             self._drop(request.request_id)
         elif self._asked.pop(request.request_id):  # once for each request
             tokens = request.num_prompt_tokens
-            targets = self._needed(blocks.get_block_ids(), tokens - num_external, tokens)
+            targets = self._needed(blocks.get_block_ids(), tokens - 1 - num_external, tokens)
             self._orders.fetches[request.request_id] = targets
         else:
             self._orders.refused.append(request.request_id)
@@ -162,11 +167,11 @@ class Scheduler:
             self._orders.drops.append(request_id)
 
     def _needed(self, block_ids: Sequence[list[int]], have: int, tokens: int) -> Targets:
-        """Return the request's blocks that a next token needs of tokens ``have`` to ``tokens``."""
+        """Return the blocks that the last of so many tokens reads, from token ``have`` on."""
         found = []
         for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
             begin = have if window is None else max(have, tokens - window)
-            first, last = begin // self._block_tokens, -(-tokens // self._block_tokens)
+            first, last = begin // self._block_tokens, -((1 - tokens) // self._block_tokens)
             found.append((first, list(numbers[first:last])))
         return found
 
@@ -181,10 +186,14 @@ class Scheduler:
             return False, None
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         same = request.num_prompt_tokens == granted.tokens  # not after more input to a streaming session
-        if not (ended and same and self._needed(block_ids, 0, granted.tokens) == granted.groups):
+        freed = {*_numbers(granted.groups)} - {*_numbers(self._needed(block_ids, 0, granted.tokens))}
+        if not (ended and same and (not freed or request.num_output_tokens == 1)):
             self._revoke(request.request_id)
             return False, None
         del self.granted[request.request_id]
+        if freed:
+            self._kept[request.request_id] = [self._pool.blocks[each] for each in freed]
+            self._pool.touch(self._kept[request.request_id])
         self._orders.offered.append(request.request_id)
         if self._beside:  # parts of a MultiConnector may not give the same fields
             return True, {FIELD: granted.reference}
@@ -218,11 +227,14 @@ class Scheduler:
         """Forget requests whose grants were claimed or have ended."""
         told = output.kv_connector_worker_meta
         claimed = told.requests if isinstance(told, ClaimedRequests) else ()
-        if isinstance(told, ClaimedRequests) and told.endpoints:
+        if isinstance(told, ClaimedRequests) and told.endpoints and not self.ranks:
             self.take_endpoints(told.endpoints)
             self._beside = True
         for request_id in {*claimed, *(output.finished_sending or ())}:
             self._let_go(request_id)
+        for request_id in output.finished_sending or ():
+            if kept := self._kept.pop(request_id, None):
+                self._pool.free_blocks(kept)
 
     def _let_go(self, request_id: str) -> None:
         for block in self.unclaimed.pop(request_id, ()):
@@ -249,7 +261,7 @@ class Scheduler:
             return
         prompt, tokens = _prompt_digest(request, self._adapters), request.num_prompt_tokens
         groups = self._needed(block_ids, 0, tokens)
-        blocks = [block for _, numbers in groups for block in numbers]
+        blocks = _numbers(groups)
         if prompt is None or not blocks or not self._hold(request.request_id, blocks):
             return
         reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
@@ -260,6 +272,10 @@ class Scheduler:
         self._orders.revokes.append(request_id)
         self._let_go(request_id)
         return self.granted.pop(request_id).request
+
+
+def _numbers(groups: Targets) -> list[int]:
+    return [block for _, numbers in groups for block in numbers]
 
 
 def _asked_of(request: Request) -> dict[str, Any]:

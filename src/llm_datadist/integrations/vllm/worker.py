@@ -32,17 +32,8 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMData
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.identity import identity_of
-from llm_datadist.integrations.vllm.kinds import facts_of
-from llm_datadist.integrations.vllm.layout import (
-    Layout,
-    describe,
-    divide,
-    pages_of,
-    pieces,
-    portions,
-    rows_of,
-    shares,
-)
+from llm_datadist.integrations.vllm.kinds import describe
+from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
@@ -107,7 +98,7 @@ class RankWorker:
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self.given: dict[str, _Given] = {}  # by granted request
         self._newly_claimed: set[str] = set()  # offered requests
-        self._announced: dict[tuple[int, int], EndpointMetadata] = {}
+        self._announced: dict[tuple[int, int], EndpointMetadata] = {}  # until the first step
         self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
         self._fetching = 0  # ordered, not reported fetches
@@ -132,17 +123,8 @@ class RankWorker:
         return datadist
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        wanted = {
-            name
-            for group in self._cache_config.transfer_group_ids
-            for name in self._cache_config.kv_cache_groups[group].layer_names
-        }
         self._rank = get_tensor_model_parallel_rank()
-        self._layout, addresses = describe(
-            {name: view for name, view in views.items() if name in wanted},
-            self._cache_config.num_blocks,
-            facts_of(self._config, self._cache_config, self._identity),
-        )
+        self._layout, addresses = describe(views, self._config, self._cache_config, self._identity)
         rows = self._cache_config.num_blocks * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
         key = BlocksCacheKey(self.cluster_id) if self._producer else None
@@ -151,6 +133,8 @@ class RankWorker:
         where = "in a pool that peers of this host map" if in_pool else "in vLLM's own memory"
         said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
         logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
+        if (endpoint := self.endpoint()) is not None:
+            self._announced[0, self._rank] = endpoint
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
@@ -160,11 +144,6 @@ class RankWorker:
         return EndpointMetadata(
             RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout
         )
-
-    def announce(self) -> None:
-        """Tell the scheduler the endpoint in the next step."""
-        if (endpoint := self.endpoint()) is not None:
-            self._announced = {(0, self._rank): endpoint}
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
@@ -273,7 +252,7 @@ class RankWorker:
         buffer = manager.register_blocks_cache(desc, [each.ctypes.data for each in memory], remote_accessible=False)
         try:
             for portion in portions(theirs, self._layout, moved, share, most):
-                self._pull_rows(grant, buffer, portion.rows, np.arange(len(portion.rows)))
+                self._pull_rows(grant, buffer, portion[0], np.arange(len(portion[0])))
                 for source, own in zip(memory, tensor_views(self._cache), strict=True):
                     divide(portion, moved.tokens, theirs, source, self._layout, own)
         finally:
