@@ -148,7 +148,7 @@ def consume(prefill: Prefill, reader: Reader, params: dict[str, Any] | None) -> 
 def test_another_process_pulls_equal_bytes_from_an_engine_that_makes_no_further_step(
     prefill: Prefill, tmp_path: Path
 ) -> None:
-    asked = [prompts(1, length)[0] for length in (1, 127, 128, 129, 500, 500, 600)]  # the second of 500 is cached
+    asked = [prompts(1, length)[0] for length in (2, 128, 129, 130, 500, 500, 600)]  # the second of 500 is cached
     command = [sys.executable, "-m", "tests.vllm.reader", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ) as other:
         assert other.stdin is not None

@@ -354,7 +354,7 @@ def test_a_granted_request_that_ends_otherwise_is_not_offered_and_its_token_is_d
     prefill.step()
     assert not decode.fetched("late", given, [6, 4, 5])
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([6, 4, 5],))
-    decode.scheduler.allocated(claimed, blocks, len(PROMPT))
+    decode.scheduler.allocated(claimed, blocks, len(PROMPT) - 1)
     decode.until(lambda: "alive" in decode.ended)
     assert not decode.ended["alive"], "a claim from before lasts no longer"
     assert decode.kv.count_nonzero() == 0
