@@ -10,11 +10,12 @@ Each gate stops one call, the first that comes. At a step of the target its cont
 heartbeat and answers nothing meanwhile.
 """
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -93,11 +94,17 @@ class Gate:
         _poll(self._reached.exists, seconds, f"nobody came to the gate {self._reached.parent}")
 
     def open(self) -> None:
-        self._go.touch()
+        _make(self._go)
 
     def pass_through(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        self._reached.touch()
+        _make(self._reached)
         _poll(self._go.exists, seconds, f"nobody opened the gate {self._reached.parent}")
+
+
+def _make(path: Path) -> None:
+    """Make the file without a descriptor, which an interrupt would leave open."""
+    with suppress(FileExistsError):
+        os.mknod(path)
 
 
 @contextmanager
