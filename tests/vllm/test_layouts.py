@@ -286,7 +286,8 @@ def described(spec: Any, *, shape: tuple[int, ...] = (), **given: Any) -> Layout
     """Return the layout of a rank of an engine with one group of layers, whose views have a shape."""
     config, cache = configured([spec], **given)
     of = shape or (cache.num_blocks, spec.num_kv_heads, 16, 2 * SIZE)
-    found, _ = describe({name: torch.zeros(of) for name in cache.kv_cache_groups[0].layer_names}, config, cache, {})
+    names = cache.kv_cache_groups[0].layer_names
+    found, _ = describe(dict(zip(names, torch.zeros(len(names), *of), strict=True)), config, cache, {})
     return found
 
 
