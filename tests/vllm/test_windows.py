@@ -160,6 +160,10 @@ def test_after_more_tokens_an_offer_has_its_whole_window_or_there_is_none(more: 
     assert 0 < offered < 40
 
 
+def test_a_prompt_of_one_token_is_not_offered() -> None:
+    assert prefilled(engines(4, 4)[0], 1, 64) is None
+
+
 def test_a_window_whose_first_block_is_overwritten_is_noticed() -> None:
     prefill, decode = engines(4, 4)
     params = prefilled(prefill, 19, 64)  # token 11, the first of the window, ends its block
