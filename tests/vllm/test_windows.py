@@ -46,7 +46,7 @@ class Side:
             lora_config=None,
         )
         self.scheduler = Scheduler(config, cache)
-        self.scheduler.use_pool(self.manager.block_pool)
+        self.scheduler.pool = self.manager.block_pool
         self.layout = Layout({}, block, 1, 1, block, [["layer0", "layer1"]], 1, 1, [])
         self.memory = np.full((BLOCKS, block), LOST)
 

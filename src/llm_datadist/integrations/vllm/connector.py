@@ -59,7 +59,7 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.take_endpoints(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.use_pool(gpu_block_pool)
+        self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
-#: Fields of vLLM's parallel configuration that must be 1.
-_ONE: Final = {
-    "pipeline_parallel_size": "pipeline parallelism",
-    "decode_context_parallel_size": "decode context parallelism",
-    "prefill_context_parallel_size": "prefill context parallelism",
-}
+_NOT_DIVIDED: Final = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 
 
 def require_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Raise LLMException, in one sentence, for an engine that this connector cannot serve."""
-    for name, what in _ONE.items():
+    for name in _NOT_DIVIDED:
         if (size := getattr(config.parallel_config, name)) > 1:
-            raise unsupported(f"{what} ({name} is {size})")
+            raise unsupported(f"{name}={size}")
     if config.model_config.enable_sleep_mode:
         raise unsupported("sleep mode: it discards KV that peers read")
     if config.weight_transfer_config is not None:
@@ -39,18 +34,15 @@ def require_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     for spec in _specs(cache).values():
         if type(spec) not in _KINDS:
             raise unsupported(f"layers of kind {type(spec).__name__}")
-        if spec.block_size != config.cache_config.block_size:
-            raise unsupported(f"layers with blocks of {spec.block_size} and {config.cache_config.block_size} tokens")
 
 
 def windows_of(cache: KVCacheConfig) -> list[int | None]:
     """Return for each transferred group the tokens that it looks back; None for all."""
-    groups = [cache.kv_cache_groups[each].kv_cache_spec for each in cache.transfer_group_ids]
-    return [_window(next(iter(iter_layer_specs(each)))) for each in groups]  # the same for all layers of a group
-
-
-def _window(spec: Any) -> int | None:
-    return spec.sliding_window + spec.extra_retained_tokens if type(spec) is SlidingWindowSpec else None
+    groups: list[Any] = [cache.kv_cache_groups[each].kv_cache_spec for each in cache.transfer_group_ids]
+    firsts = (next(iter(iter_layer_specs(each))) for each in groups)  # all layers of a group have the same window
+    return [
+        each.sliding_window + each.extra_retained_tokens if type(each) is SlidingWindowSpec else None for each in firsts
+    ]
 
 
 def _specs(cache: KVCacheConfig) -> dict[str, Any]:

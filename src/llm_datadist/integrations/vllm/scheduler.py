@@ -95,13 +95,10 @@ class Scheduler:
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
         self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant without a claim
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
-        self._pool: BlockPool
+        self.pool: BlockPool  # vLLM's
         self._kept: dict[str, list[KVCacheBlock]] = {}  # by offered request: blocks that vLLM had freed
         self._orders = Orders()
         self.stats = Stats()
-
-    def use_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
 
     def take_endpoints(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
         """Take the workers' endpoints, by (pipeline rank, tensor-parallel rank)."""
@@ -192,8 +189,8 @@ class Scheduler:
             return False, None
         del self.granted[request.request_id]
         if freed:
-            self._kept[request.request_id] = [self._pool.blocks[each] for each in freed]
-            self._pool.touch(self._kept[request.request_id])
+            self._kept[request.request_id] = [self.pool.blocks[each] for each in freed]
+            self.pool.touch(self._kept[request.request_id])
         self._orders.offered.append(request.request_id)
         if self._beside:  # parts of a MultiConnector may not give the same fields
             return True, {FIELD: granted.reference}
@@ -234,7 +231,7 @@ class Scheduler:
             self._let_go(request_id)
         for request_id in output.finished_sending or ():
             if kept := self._kept.pop(request_id, None):
-                self._pool.free_blocks(kept)
+                self.pool.free_blocks(kept)
 
     def _let_go(self, request_id: str) -> None:
         for block in self.unclaimed.pop(request_id, ()):
