@@ -131,17 +131,18 @@ trials: $(STAMP)
 	@for each in trials rebind grants interrupts tamper stuck-readers crowd unmapping; do \
 		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
 
-# What depends on moments: each of them often, one after the other.
+# What depends on moments: each of them often, beside others.
 TIMES ?= 20
 brittle: $(STAMP)
-	@for each in $$(seq $(TIMES)); do $(BIN)/python -m pytest -q $$(grep -v '^#' tests/brittle.txt) || exit 1; done
+	@for each in $$(seq $(TIMES)); do \
+		$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $$(grep -v '^#' tests/brittle.txt) || exit 1; done
 
 $(VENV)/.mutation: $(STAMP)
 	@$(PIP) 'open-datadist[mutation]'
 	@touch $@
 
 # A few mutants of each module, others every day.
-MUTATION ?= --sample 3 --seed $(shell date +%j) --time 3600
+MUTATION ?= --sample 3 --seed $(shell date +%j) --time 1200
 mutation: $(VENV)/.mutation
 	@mkdir -p build
 	@rm -f build/mutation.jsonl
