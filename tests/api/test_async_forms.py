@@ -25,6 +25,8 @@ from faults.gates import Gate, shut
 from faults.stalls import go_on, stall, stall_there
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.channel import Waiter
 from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
 from tests.support import linking, moves
@@ -446,6 +448,26 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pa
         theirs, ours = carried(method, theirs, ours)
     same_bytes(prompt.do(show, "rows"), theirs)
     same_bytes(decoder.do(show, "rows"), ours)
+
+
+def test_r06_an_interrupt_between_the_answer_and_its_use_leaves_no_pin(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pin would last as long as the call's time: ten minutes."""
+    real = Waiter.wait
+
+    def interrupted(waiter: Waiter, deadline: Deadline) -> None:
+        real(waiter, deadline)
+        raise KeyboardInterrupt
+
+    make(scene.peer, "rows", ROWS, 3)
+    before = make(scene.world, "rows", Spec(), 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Waiter, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scene.world.cm.pull_cache(CacheKey(1, 10), scene.world.caches["rows"], 1)
+    wait_until(lambda: picture(scene.peer).pins == 0)
+    same_bytes(show(scene.world, "rows"), before)
 
 
 def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: Pair) -> None:

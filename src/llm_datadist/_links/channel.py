@@ -253,6 +253,17 @@ class Channel:
             self._finish(f"internal error: {error!r}")
         return True
 
+    def handle(self, answer: Message) -> None:
+        """Handle an answer that came, but whose caller was interrupted, as a late one. On the control thread, soon."""
+        self._post(self._handle, answer)
+
+    def _handle(self, answer: Message) -> None:
+        try:
+            if self._open:
+                self._on_message(answer)
+        except ProtocolError as error:
+            self._finish(str(error))
+
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Wait for the answer or the deadline; read if the role is free."""
         try:

@@ -289,6 +289,7 @@ class Link:
             requests.waiters[number] = waiter
         # A thread in ``meanwhile`` cannot read.
         reader = self.channel if meanwhile is None else None
+        waited = False
         try:
             if reader is not None:
                 reader.take_role(waiter)
@@ -296,11 +297,14 @@ class Link:
             if meanwhile is not None:
                 meanwhile()
             channel.wait(waiter, deadline)
+            waited = True
         finally:
             if reader is not None:
                 reader.forgo(waiter)
             with requests.lock:
                 requests.waiters.pop(number, None)  # later answers are late
+            if not waited and waiter.answer is not None and self.channel is not None:
+                self.channel.handle(waiter.answer)  # it came before the interrupt was raised: it may hold a pin
         answer = waiter.answer
         if answer is None:
             if self.ended:

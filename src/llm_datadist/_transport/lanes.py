@@ -365,10 +365,11 @@ class Lanes:
             engine.close()
         if self._pid == HERE["pid"]:
             self.redialling.shutdown(cancel_futures=True)
+        else:  # the parent's handshakes go on; here no other thread changes the groups
+            for group in self._by_token.values():
+                for sock in group._waiting:
+                    sock.socket.close()
         self._groups.clear()
-        for group in self._by_token.values():  # none, but in a forked child whose parent's handshakes go on
-            for sock in group._waiting:
-                sock.socket.close()
         self._by_token.clear()
 
     def open(self, socks: Iterable[LaneSocket] = (), token: bytes = b"") -> LaneGroup:
