@@ -373,6 +373,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
         token = random.randbytes(16)
         for each in prefill.workers:
             each.obey(Orders(grants={"r": (token, prefill.blocks)}), idle=True)
+            each.save()
             each.obey(Orders(offered=["r"]), idle=True)
         ranks = [each.endpoint for each in endpoints if each is not None]
         offer = KvOffer(b"", [(0, prefill.blocks)], ranks, endpoints[0].layout)  # type: ignore[union-attr]

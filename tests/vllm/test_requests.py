@@ -27,6 +27,7 @@ from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_f
 from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, worker
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
+from llm_datadist.integrations.vllm.staging import copy_on_host
 from llm_datadist.integrations.vllm.worker import RankWorker
 from llm_datadist.types.grant import Grant
 from tests.support.moves import wait_until
@@ -54,13 +55,14 @@ class Engine:
 
         transfer = SimpleNamespace(
             engine_id=role,
-            is_kv_producer=role == "prefill",
+            is_kv_producer=role != "decode",
+            is_kv_consumer=role != "prefill",
             get_from_extra_config=option,
         )
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=TOKENS),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+            model_config=SimpleNamespace(max_model_len=BLOCKS * TOKENS, get_total_num_kv_heads=lambda: 2),
             lora_config=None,
             compilation_config=SimpleNamespace(static_forward_context={"layer": KERNEL}),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -69,7 +71,7 @@ class Engine:
         cache: Any = SimpleNamespace(
             transfer_group_ids=[0],
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])],
-            kv_cache_tensors=[],
+            kv_cache_tensors=[SimpleNamespace(size=BLOCKS * 2 * TOKENS * 64)],
             num_blocks=BLOCKS,
             select_transfer_block_ids=lambda ids: ids,
         )
@@ -77,6 +79,7 @@ class Engine:
         self.worker = RankWorker(config, cache)
         self.kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8)
         self.worker.register({"layer": self.kv})
+        self.worker.use_copies(copy_on_host)
         if (endpoint := self.worker.endpoint()) is not None:
             self.scheduler.take_endpoints({(0, 0): endpoint})
         self.ended: dict[str, bool] = {}  # fetches: whether they came
@@ -92,11 +95,14 @@ class Engine:
         orders = self.scheduler.take_orders(step)
         self.worker.revoke(orders)
         self.worker.obey(orders, idle=not tokens)
+        self.worker.save()
         results = self.worker.results()
         self.ended |= {each: each not in results.failed_recving for each in results.finished_recving}
         self.sent |= results.finished_sending
         told: Any = SimpleNamespace(
-            kv_connector_worker_meta=self.worker.take_claimed(), finished_sending=results.finished_sending
+            kv_connector_worker_meta=self.worker.take_claimed(),
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
         )
         self.scheduler.take_output(told)
 
@@ -111,6 +117,7 @@ class Engine:
         request = asked(name, params, prompt)
         self.scheduler.on_new_request(request)
         count = self.scheduler.matched_tokens(request, 0)
+        assert count is not None
         given: Any = SimpleNamespace(get_block_ids=lambda: (blocks,))
         self.scheduler.allocated(request, given, count)
         request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, len(prompt)

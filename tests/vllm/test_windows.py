@@ -14,6 +14,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
@@ -112,6 +113,7 @@ def decoded(there: Side, here: Side, tokens: int, params: dict[str, Any]) -> lis
     offer, _ = KvOffer.read(params[FIELD], ReferenceKeys(runtime_secret_file()))
     request = here.request(tokens, params)
     count = here.scheduler.matched_tokens(request, 0)
+    assert count is not None
     here.manager.allocate_slots(request, 0, num_external_computed_tokens=count, delay_cache_blocks=True)
     here.scheduler.allocated(request, here.manager.get_blocks("one"), count)
     step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
@@ -143,7 +145,7 @@ def test_the_last_token_reads_its_whole_window(there: int, here: int, chunk: int
         params = prefilled(prefill, tokens, chunk)
         assert params is not None
         assert decoded(prefill, decode, tokens, params) == expected(tokens)
-        prefill.scheduler.take_output(SimpleNamespace(kv_connector_worker_meta=None, finished_sending={"one"}))
+        prefill.scheduler.take_output(KVConnectorOutput(finished_sending={"one"}))
         prefill.manager.free(SimpleNamespace(request_id="one"))
         assert prefill.manager.usage == 0
 

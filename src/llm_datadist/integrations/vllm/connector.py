@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        CopyBlocksOp,
         KVConnectorHandshakeMetadata,
         KVConnectorMetadata,
         KVConnectorTransferResults,
@@ -64,10 +65,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of tokens to fetch, and True if any: they load between steps."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return the number of tokens to fetch, None to be asked again, and True if any: they load between steps."""
         count = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return all transferred groups: the blocks are the request's own."""
@@ -80,8 +81,8 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.take_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
-        """Return True until the endpoints are known: vLLM then makes steps without requests."""
-        return bool(self._scheduler.awaits_endpoints)
+        """Return True if vLLM has to make steps without requests."""
+        return bool(self._scheduler.needs_steps())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._scheduler.take_orders(scheduler_output)
@@ -103,6 +104,9 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        self._worker.use_copies(copy_operation)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.endpoint() if get_kv_transfer_group() is self else None
 
@@ -117,10 +121,10 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: requests are parked until all of their KV is there."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: decode engines read the blocks in place."""
+        """Do nothing: decode engines read the blocks in place, or slots are copied once a step has run."""
 
     def wait_for_save(self) -> None:
-        """Do nothing."""
+        self._worker.save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()

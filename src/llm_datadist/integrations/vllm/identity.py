@@ -2,8 +2,8 @@
 
 It maps the names of docs/vllm.md ("Identity") to short texts: a value of more than 64 characters is its digest. Engines
 fit if all texts agree, except the versions of vLLM that a reader accepts. `kinds.py` adds the attention kernel, which
-is chosen later. Names, paths, addresses, parallel sizes and
-sizes of memory are not in it; `Layout` compares shapes. LoRA adapters belong to requests: the prompt's digest has them.
+is chosen later. Names, paths, addresses, parallel sizes and sizes of memory are not in it; `Layout` compares shapes.
+LoRA adapters belong to requests: the prompt's digest has them.
 
 Threads: vLLM's. Reads safetensors files, nothing else: what is on no disk of this host is not fetched.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
 from llm_datadist.integrations.vllm.layout import COLUMNS, Layout, unsupported
@@ -31,6 +32,9 @@ def require_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
         raise unsupported("sleep mode: it discards KV that peers read")
     if config.weight_transfer_config is not None:
         raise unsupported("weights that change while the engine runs (weight_transfer_config)")
+    device = current_platform.device_type
+    if device != "cpu" and not config.kv_transfer_config.get_from_extra_config("staging", None):
+        raise unsupported(f'KV on {device}, unless kv_connector_extra_config has "staging": true')
     for spec in _specs(cache).values():
         if type(spec) not in _KINDS:
             raise unsupported(f"layers of kind {type(spec).__name__}")

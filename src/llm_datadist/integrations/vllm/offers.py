@@ -8,6 +8,7 @@ twice or too late names no grant.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -84,17 +85,23 @@ class Orders(KVConnectorMetadata):
     revokes: list[str] = field(default_factory=list)  # granted requests whose blocks may be used again
     grants: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict, repr=False)  # token and blocks
     offered: list[str] = field(default_factory=list)  # granted requests that ended, and whose offer was handed out
+    # If KV is staged, blocks above are slots.
+    saves: list[tuple[int, int]] = field(default_factory=list)  # blocks, each with its slot
+    loads: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # of fetches: slots, and their blocks
 
 
 @dataclass
 class ClaimedRequests(KVConnectorWorkerMetadata):
     """Offered requests whose grants a reader has claimed, from a worker to the scheduler.
 
-    The first one has the rank's endpoint, too, by (pipeline rank, tensor-parallel rank), for MultiConnector.
+    ``ended`` counts ranks on which the slots of an offered request may be used again. The first one has the rank's
+    endpoint, too, by (pipeline rank, tensor-parallel rank), for MultiConnector.
     """
 
-    requests: set[str]
+    requests: set[str] = field(default_factory=set)
+    ended: Counter[str] = field(default_factory=Counter)
     endpoints: dict[tuple[int, int], EndpointMetadata] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ClaimedRequests:
-        return ClaimedRequests(self.requests | other.requests, self.endpoints | other.endpoints)
+        requests, ended = self.requests | other.requests, self.ended + other.ended
+        return ClaimedRequests(requests, ended, self.endpoints | other.endpoints)

@@ -40,6 +40,7 @@ from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
+from llm_datadist.integrations.vllm.staging import Ring, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ class Scheduler:
         self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
         self.pool: BlockPool  # vLLM's
         self._kept: dict[str, list[KVCacheBlock]] = {}  # by offered request: blocks that vLLM had freed
+        offering, fetching, _ = staged_slots(vllm_config, kv_cache_config, self._windows)
+        self._staged = fetching.stop > 0
+        self.offering, self.fetching = Ring(offering), Ring(fetching)
+        self._offered: Counter[str] = Counter()  # handed out from slots: ranks whose grants last
         self._orders = Orders()
         self.stats = Stats()
 
@@ -109,19 +114,22 @@ class Scheduler:
             self._layout = each.layout
         self.ranks = [each.endpoint for each in found]
 
-    @property
-    def awaits_endpoints(self) -> bool:
-        return self._config.kv_transfer_config.is_kv_producer and not self.ranks
+    def needs_steps(self) -> bool:
+        """Return True until the endpoints are known, and while slots are offered."""
+        return bool(self._offered or (self._config.kv_transfer_config.is_kv_producer and not self.ranks))
 
     def on_new_request(self, request: Request) -> None:
         asked = _asked_of(request)
-        if asked.get("do_remote_decode"):
+        transfer = self._config.kv_transfer_config
+        if transfer.is_kv_producer and asked.get("do_remote_decode") and request.request_id not in self._offered:
             self._prompts[request.request_id] = request
         if not asked.get("do_remote_prefill") and FIELD not in asked:
             return
         self._asked[request.request_id] = False
         try:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
+            if self._staged and not transfer.is_kv_consumer:
+                raise ParamError("reference: an engine that stages KV fetches as kv_consumer or kv_both only")
             if offer.prompt != _prompt_digest(request, self._adapters):
                 raise ParamError("reference: of another prompt than this request's")
             self._require_all(offer, request.num_prompt_tokens)
@@ -141,11 +149,16 @@ class Scheduler:
             if first * size > begin or (first + len(blocks)) * size < tokens - 1:
                 raise ParamError(f"reference: lacks some of tokens {begin} to {tokens - 1} of the request")
 
-    def matched_tokens(self, request: Request, num_computed: int) -> int:
-        """Return how many tokens a fetch would add to the computed ones."""
-        if request.request_id not in self._asked:
-            return 0
-        return max(0, request.num_prompt_tokens - 1 - num_computed)  # vLLM computes the last token in any case
+    def matched_tokens(self, request: Request, num_computed: int) -> int | None:
+        """Return how many tokens a fetch would add to the computed ones; None if the request waits for slots."""
+        asked = self._asked.get(request.request_id)
+        # vLLM computes the last token in any case.
+        count = 0 if asked is None else max(0, request.num_prompt_tokens - 1 - num_computed)
+        if self._staged and (asked if count else request.request_id in self._prompts):
+            ring, have = (self.fetching, num_computed) if count else (self.offering, 0)
+            if not ring.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
+                return None
+        return count
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         if request.request_id not in self._asked:
@@ -155,6 +168,9 @@ class Scheduler:
         elif self._asked.pop(request.request_id):  # once for each request
             tokens = request.num_prompt_tokens
             targets = self._needed(blocks.get_block_ids(), tokens - 1 - num_external, tokens)
+            if self._staged:
+                numbers, targets = _numbers(targets), self.fetching.held[request.request_id]
+                self._orders.loads[request.request_id] = _numbers(targets), numbers
             self._orders.fetches[request.request_id] = targets
         else:
             self._orders.refused.append(request.request_id)
@@ -162,19 +178,23 @@ class Scheduler:
     def _drop(self, request_id: str) -> None:
         if self._asked.pop(request_id):
             self._orders.drops.append(request_id)
+            self.fetching.free(request_id)
 
     def _needed(self, block_ids: Sequence[list[int]], have: int, tokens: int) -> Targets:
         """Return the blocks that the last of so many tokens reads, from token ``have`` on."""
-        found = []
-        for window, numbers in zip(self._windows, self._cache_config.select_transfer_block_ids(block_ids), strict=True):
-            begin = have if window is None else max(have, tokens - window)
-            first, last = begin // self._block_tokens, -((1 - tokens) // self._block_tokens)
-            found.append((first, list(numbers[first:last])))
-        return found
+        groups = self._cache_config.select_transfer_block_ids(block_ids)
+        spans = self._spans(have, tokens)
+        return [(first, list(numbers[first:end])) for (first, end), numbers in zip(spans, groups, strict=True)]
+
+    def _spans(self, have: int, tokens: int) -> list[tuple[int, int]]:
+        """Return for each group, by index in the request, the first and the end of these blocks."""
+        begins = (have if window is None else max(have, tokens - window) for window in self._windows)
+        return [(begin // self._block_tokens, -((1 - tokens) // self._block_tokens)) for begin in begins]
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Hand out the offer of a granted request; return (keep its blocks, the params)."""
-        self._prompts.pop(request.request_id, None)
+        if self._prompts.pop(request.request_id, None):
+            self.offering.free(request.request_id)
         if request.request_id in self._asked:  # without blocks: the prefill engine need not keep its own
             self._drop(request.request_id)
             return False, None
@@ -183,18 +203,21 @@ class Scheduler:
             return False, None
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         same = request.num_prompt_tokens == granted.tokens  # not after more input to a streaming session
-        freed = {*_numbers(granted.groups)} - {*_numbers(self._needed(block_ids, 0, granted.tokens))}
+        kept = granted.groups if self._staged else self._needed(block_ids, 0, granted.tokens)
+        freed = {*_numbers(granted.groups)} - {*_numbers(kept)}
         if not (ended and same and (not freed or request.num_output_tokens == 1)):
             self._revoke(request.request_id)
             return False, None
         del self.granted[request.request_id]
+        if self._staged:
+            self._offered[request.request_id] = len(self.ranks)
         if freed:
             self._kept[request.request_id] = [self.pool.blocks[each] for each in freed]
             self.pool.touch(self._kept[request.request_id])
         self._orders.offered.append(request.request_id)
         if self._beside:  # parts of a MultiConnector may not give the same fields
-            return True, {FIELD: granted.reference}
-        return True, {
+            return not self._staged, {FIELD: granted.reference}
+        return not self._staged, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [numbers for _, numbers in granted.groups],
@@ -222,16 +245,22 @@ class Scheduler:
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """Forget requests whose grants were claimed or have ended."""
-        told = output.kv_connector_worker_meta
-        claimed = told.requests if isinstance(told, ClaimedRequests) else ()
-        if isinstance(told, ClaimedRequests) and told.endpoints and not self.ranks:
+        told, sent = output.kv_connector_worker_meta, output.finished_sending or ()
+        if not isinstance(told, ClaimedRequests):
+            told = ClaimedRequests()
+        if told.endpoints and not self.ranks:
             self.take_endpoints(told.endpoints)
             self._beside = True
-        for request_id in {*claimed, *(output.finished_sending or ())}:
+        for request_id in {*told.requests, *sent}:
             self._let_go(request_id)
-        for request_id in output.finished_sending or ():
+        for request_id in sent:
             if kept := self._kept.pop(request_id, None):
                 self.pool.free_blocks(kept)
+        for request_id in output.finished_recving or ():
+            self.fetching.free(request_id)
+        self._offered -= told.ended
+        for request_id in told.ended.keys() - self._offered.keys():
+            self.offering.free(request_id)
 
     def _let_go(self, request_id: str) -> None:
         for block in self.unclaimed.pop(request_id, ()):
@@ -242,24 +271,42 @@ class Scheduler:
     def take_orders(self, step: SchedulerOutput) -> Orders:
         """Return the orders of a step; they grant the prompts that it completes."""
         for request_id in step.preempted_req_ids or ():
-            if request_id in self.granted:  # granted anew, with another token, once it is computed again
+            if request_id in self._prompts:
+                self.offering.free(request_id)
+            elif request_id in self.granted:  # granted anew, with another token, once it is computed again
                 self._prompts[request_id] = self._revoke(request_id)
         block_state = step.kv_connector_block_state
-        for request_id, count in step.num_scheduled_tokens.items() if self._prompts and block_state else ():
-            request = self._prompts.get(request_id)
-            if request is not None and request.num_computed_tokens + count >= request.num_prompt_tokens:
-                del self._prompts[request_id]
-                self._grant(request, block_state.resolve_block_ids(request_id))
+        for request_id in [each for each in step.num_scheduled_tokens if each in self._prompts] if block_state else ():
+            request = self._prompts[request_id]
+            computed = request.num_computed_tokens + step.num_scheduled_tokens[request_id]
+            if self._staged:
+                self._save(request, computed, block_state.resolve_block_ids(request_id))
+            if computed >= request.num_prompt_tokens:
+                self._grant(self._prompts.pop(request_id), block_state.resolve_block_ids(request_id))
+        self.offering.closed = self.fetching.closed = False
         orders, self._orders = self._orders, Orders()
         return orders
 
+    def _save(self, request: Request, computed: int, block_ids: Sequence[list[int]]) -> None:
+        """Order copies of the blocks that this step completes, if the request has slots, or now gets them.
+
+        vLLM lets no request wait for slots that reads no prefix cache, or had a fetch.
+        """
+        tokens, size = request.num_prompt_tokens, self._block_tokens
+        if self.offering.take(request.request_id, self._spans(0, tokens)):
+            end = computed // size if computed < tokens else -((1 - tokens) // size)
+            groups = self._cache_config.select_transfer_block_ids(block_ids)
+            self._orders.saves += self.offering.save(request.request_id, groups, end)
+        else:
+            self.stats.add("refused_offers", computed >= tokens)
+
     def _grant(self, request: Request, block_ids: Sequence[list[int]]) -> None:
-        if not self.ranks:
-            return
         prompt, tokens = _prompt_digest(request, self._adapters), request.num_prompt_tokens
-        groups = self._needed(block_ids, 0, tokens)
-        blocks = _numbers(groups)
-        if prompt is None or not blocks or not self._hold(request.request_id, blocks):
+        held = self.offering.held.get(request.request_id, [])
+        groups = held if self._staged else self._needed(block_ids, 0, tokens)
+        blocks = _numbers(groups) if self.ranks else []
+        if prompt is None or not blocks or not (self._staged or self._hold(request.request_id, blocks)):
+            self.offering.free(request.request_id)
             return
         reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self.granted[request.request_id] = _GrantedRequest(request, tokens, groups, reference)
@@ -267,6 +314,7 @@ class Scheduler:
 
     def _revoke(self, request_id: str) -> Request:
         self._orders.revokes.append(request_id)
+        self.offering.free(request_id)
         self._let_go(request_id)
         return self.granted.pop(request_id).request
 

@@ -32,11 +32,12 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMData
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.identity import identity_of
-from llm_datadist.integrations.vllm.kinds import describe
+from llm_datadist.integrations.vllm.kinds import describe, windows_of
 from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
-from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, RankEndpoint
+from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
+from llm_datadist.integrations.vllm.staging import PortableCopier, make_slots, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.cluster import show_address
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
@@ -48,11 +49,13 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Pieces, Share
-    from llm_datadist.integrations.vllm.offers import KvOffer, Orders, Targets
+    from llm_datadist.integrations.vllm.offers import KvOffer, Targets
+    from llm_datadist.integrations.vllm.staging import Copier
     from llm_datadist.types.grant import Grant
 
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
@@ -89,18 +92,21 @@ class RankWorker:
             raise ParamError(f"accept_versions: {self._accept!r}: not a list of vLLM's versions")
         self._producer = transfer.is_kv_producer
         self.cluster_id = secrets.randbits(63)
+        _, slots, slot_bytes = staged_slots(vllm_config, kv_cache_config, windows_of(kv_cache_config))
+        self._slots = slots.stop
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
-        nbytes = max(sizes, default=0)  # vLLM's one allocation
+        nbytes = self._slots * slot_bytes or max(sizes, default=0)  # vLLM's one allocation
         self.datadist = self._start(option, nbytes)
         #: Puts the cache into the pool; None without one.
-        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
+        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes and not self._slots else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self.given: dict[str, _Given] = {}  # by granted request
-        self._newly_claimed: set[str] = set()  # offered requests
-        self._announced: dict[tuple[int, int], EndpointMetadata] = {}  # until the first step
+        self._told = ClaimedRequests()  # to the scheduler, with the next results
         self._over: set[str] = set()  # offered requests without a grant
         self._idle = False  # this step has no tokens
+        self._unsaved = Orders()  # of this step, until :meth:`save`
+        self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its fetch, and their blocks
         self._fetching = 0  # ordered, not reported fetches
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self.stats = Stats()
@@ -125,16 +131,27 @@ class RankWorker:
     def register(self, views: dict[str, torch.Tensor]) -> None:
         self._rank = get_tensor_model_parallel_rank()
         self._layout, addresses = describe(views, self._config, self._cache_config, self._identity)
-        rows = self._cache_config.num_blocks * self._layout.rows
+        if self._slots:
+            places = {names[0]: views[names[0]] for names in self._layout.places}
+            blocks = {name: view.unflatten(0, (self._cache_config.num_blocks, -1)) for name, view in places.items()}
+            slots = make_slots(self.datadist, self._slots, blocks)
+            addresses = [view.data_ptr() for view in slots.values()]
+            self._new_copier = partial(PortableCopier, blocks, slots)
+        rows = (self._slots or self._cache_config.num_blocks) * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
         key = BlocksCacheKey(self.cluster_id) if self._producer else None
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
-        in_pool = self.allocation is not None and self.allocation.cache is not None
+        in_pool = self._slots or (self.allocation is not None and self.allocation.cache is not None)
         where = "in a pool that peers of this host map" if in_pool else "in vLLM's own memory"
         said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
         logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
         if (endpoint := self.endpoint()) is not None:
-            self._announced[0, self._rank] = endpoint
+            self._told.endpoints[0, self._rank] = endpoint
+
+    def use_copies(self, operation: CopyBlocksOp) -> None:
+        """Take vLLM's operation that copies blocks, after :meth:`register`."""
+        if self._slots:
+            self.copier: Copier = self._new_copier(operation)
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
@@ -149,13 +166,12 @@ class RankWorker:
 
     def obey(self, orders: Orders, *, idle: bool) -> None:
         """Begin the scheduler's orders; never waits. ``idle``: the step has no tokens."""
-        self._idle = idle
+        self._idle, self._unsaved = idle, orders
+        self._loads |= orders.loads
         self.revoke(orders)  # again, for a model runner without that hook
         for request in orders.offered:
             self._offer(request)
         self._fetching += len(orders.fetches) + len(orders.refused)
-        for request, (token, blocks) in orders.grants.items():
-            self._give(request, token, blocks)
         for request, (offer, token) in orders.claims.items():
             self._claims[request] = self.engines.claim(offer, token, self._shares)
         for request, targets in orders.fetches.items():
@@ -165,12 +181,20 @@ class RankWorker:
         for request in orders.refused:
             self._ended.put((request, {"failed_fetches": 1}))
 
+    def save(self) -> None:
+        """Grant the step's prompts; slots have their bytes before. Once for each step, when it has been submitted."""
+        orders, self._unsaved = self._unsaved, Orders()
+        if orders.saves:
+            self.copier.save(*map(list, zip(*orders.saves, strict=True)))
+        for request, (token, blocks) in orders.grants.items():
+            self._give(request, token, blocks)
+
     def revoke(self, orders: Orders) -> None:
         """End grants, before anything of the step runs. Idempotent."""
         for request in orders.revokes:
             if (given := self.given.pop(request, None)) is not None:
                 given.grant.revoke()
-                self._count_end(given.grant)
+                self.stats.add(_ENDS.get(given.grant.end, "revoked_grants"))
 
     def _offer(self, request: str) -> None:
         """Let readers have ``lease_s`` from now on; look for their claim in each step."""
@@ -230,18 +254,19 @@ class RankWorker:
     def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
         theirs, ours = claimed.offer.layout, self._layout
         moved = pieces(theirs, claimed.offer.groups, ours, targets)
-        nbytes = 0
+        divided = theirs.page_tokens != ours.page_tokens
+        if divided and self._slots:  # parts of the ends get no token, and have another request's bytes
+            ends = pages_of(ours, [each for _, slots in targets for each in slots[:1] + slots[-1:]])
+            for own in tensor_views(self._cache):
+                own[rows_of(ours, ends, 0, ours.heads)] = 0
         for share, grant in zip(claimed.shares, claimed.grants, strict=True):
-            if not share.count:
-                continue
-            if theirs.page_tokens != ours.page_tokens:
+            if share.count and divided:
                 self._pull_divided(theirs, moved, share, grant)
-            else:
+            elif share.count:
                 there = rows_of(theirs, moved.theirs, share.theirs, share.count)
                 self._pull_rows(grant, self._cache, there, rows_of(ours, moved.ours, share.ours, share.count))
-            page_bytes = share.count * ours.row_bytes * len(ours.places)
-            nbytes += len(moved.ours) * page_bytes * moved.tokens // ours.page_tokens
-        return nbytes, sum(len(numbers) for _, numbers in targets)
+        token_bytes = ours.rows * ours.row_bytes * len(ours.places) // ours.block_tokens
+        return len(moved.ours) * moved.tokens * token_bytes, sum(len(numbers) for _, numbers in targets)
 
     def _pull_divided(self, theirs: Layout, moved: Pieces, share: Share, grant: Grant) -> None:
         """Pull rows of another size into a buffer, a portion at a time, and their pieces from there."""
@@ -272,10 +297,10 @@ class RankWorker:
                 if given.offered:
                     del self.given[request]
                     sent.add(request)
-                    self._count_end(given.grant)
+                    self.stats.add(_ENDS.get(given.grant.end, "revoked_grants"))
             elif now >= given.renew_at and (not given.offered or given.grant.claimed()):
                 if given.offered:
-                    self._newly_claimed.add(request)
+                    self._told.requests.add(request)
                 self._renew(given)
         wait = self._idle and not sent and bool(self.given or self._fetching)
         received: dict[str, dict[str, float]] = {}
@@ -287,16 +312,19 @@ class RankWorker:
             self.stats.add(name, number)
         self._fetching -= len(received)
         failed = {request for request, counted in received.items() if "failed_fetches" in counted}
+        for request in received:
+            slots, blocks = self._loads.pop(request, ([], []))
+            if slots and request not in failed:
+                self.copier.load(slots, blocks)
+        if self._slots:  # vLLM has the blocks already
+            self._told.ended.update(sent)
+            sent = set()
         return KVConnectorTransferResults(sent, set(received), failed)
 
-    def _count_end(self, grant: Grant) -> None:
-        self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
-
     def take_claimed(self) -> ClaimedRequests | None:
-        """Return the offered requests claimed since the last call, and what was announced."""
-        found, self._newly_claimed = self._newly_claimed, set()
-        endpoints, self._announced = self._announced, {}
-        return ClaimedRequests(found, endpoints) if found or endpoints else None
+        """Return what there is to tell since the last call."""
+        found, self._told = self._told, ClaimedRequests()
+        return found if found != ClaimedRequests() else None
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
