@@ -27,11 +27,11 @@ from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_f
 from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, worker
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
-from llm_datadist.integrations.vllm.staging import copy_on_host
 from llm_datadist.integrations.vllm.worker import RankWorker
 from llm_datadist.types.grant import Grant
 from tests.support.moves import wait_until
 from tests.vllm.odd import odd_params
+from tests.vllm.test_staging import copy_as_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +47,7 @@ KERNEL = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambd
 class Engine:
     """A scheduler and a worker, with the KV cache of one layer."""
 
-    def __init__(self, role: str, **extra: Any) -> None:
+    def __init__(self, role: str, device: str = "cpu", **extra: Any) -> None:
         given = {"pool": False} | extra
 
         def option(name: str, default: Any) -> Any:
@@ -77,9 +77,9 @@ class Engine:
         )
         self.scheduler = Scheduler(config, cache)
         self.worker = RankWorker(config, cache)
-        self.kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8)
+        self.kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8, device=device)
         self.worker.register({"layer": self.kv})
-        self.worker.use_copies(copy_on_host)
+        self.worker.use_copies(copy_as_cuda)
         if (endpoint := self.worker.endpoint()) is not None:
             self.scheduler.take_endpoints({(0, 0): endpoint})
         self.ended: dict[str, bool] = {}  # fetches: whether they came

@@ -24,6 +24,7 @@ from llm_datadist.integrations.vllm import worker
 from llm_datadist.integrations.vllm.offers import ClaimedRequests
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from tests.vllm.test_requests import BLOCKS, TOKENS, Engine, asked
+from tests.vllm.test_staging import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,6 +180,8 @@ class StagedEngine(Engine):
         return min(self.random.randint(1, 64), left)
 
     def _compute(self, request: Request, kv: torch.Tensor, count: int) -> None:
+        if self.kv.is_cuda:  # a step that is only submitted
+            torch.cuda._sleep(1_000_000)  # noqa: SLF001
         for token in range(request.num_computed_tokens, request.num_computed_tokens + count):
             self.kv[self.blocks[request.request_id][token // TOKENS], :, token % TOKENS] = kv[token]
         request.num_computed_tokens += count
@@ -186,7 +189,7 @@ class StagedEngine(Engine):
     def _came(self, request: Request, kv: Callable[[Request], torch.Tensor], *, came: bool) -> None:
         self.ended[request.request_id] = came
         if came:
-            blocks = self.kv[self.blocks[request.request_id]].transpose(1, 2).flatten(0, 1)
+            blocks = self.kv[self.blocks[request.request_id]].transpose(1, 2).flatten(0, 1).cpu()
             tokens = request.num_prompt_tokens - 1  # vLLM computes the last one in any case
             assert blocks[:tokens].equal(kv(request)[:tokens]), "the request would read other bytes"
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -211,12 +214,12 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., StagedEngine]]:
+@pytest.fixture(params=DEVICES)
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., StagedEngine]]:
     made: list[StagedEngine] = []
 
     def one(role: str, seed: int = 0, **extra: Any) -> StagedEngine:
-        made.append(StagedEngine(role, seed, **extra))
+        made.append(StagedEngine(role, seed, device=request.param, **extra))
         return made[-1]
 
     yield one

@@ -21,6 +21,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.staging import PortableCopier, Ring, blocks_of, make_slots, staged_slots
 
 SLOTS = 6
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -118,30 +119,50 @@ TestRing.settings = settings(max_examples=200, stateful_step_count=40, deadline=
 
 def raw(view: torch.Tensor) -> torch.Tensor:
     """Return the bytes of each block of a place, in the order of memory."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(
+    flat = torch.empty(0, dtype=torch.uint8, device=view.device).set_(
         view.untyped_storage(), view.storage_offset() * view.element_size(), (view.nbytes,)
     )
-    return flat.reshape(len(view), -1)
+    return flat.reshape(len(view), -1).cpu()
 
 
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_a_slot_has_the_bytes_of_the_block_in_its_order(order: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_slot_has_the_bytes_of_the_block_in_its_order(name: str, order: tuple[int, ...], dtype: torch.dtype) -> None:
     datadist = pool(1 << 20)
-    made = torch.randint(0, 100, (2, 7, 2, 4, 3, 8)).to(dtype)
+    made = torch.randint(0, 100, (2, 7, 2, 4, 3, 8)).to(name, dtype)
     device = {name: place.permute(order) for name, place in zip("ab", made, strict=True)}
     slots = make_slots(datadist, 3, device)
-    copier = PortableCopier(device, slots, no_operation)
+    copier = PortableCopier(device, slots, no_operation if name == "cpu" else copy_as_cuda)
     copier.save([6, 1], [2, 0])
-    for name, view in device.items():
-        assert slots[name].stride() == view.stride()
-        assert raw(slots[name])[[2, 0]].equal(raw(view)[[6, 1]])
-        assert not raw(slots[name])[1].any()
+    for place, view in device.items():
+        assert slots[place].device.type == "cpu"
+        assert slots[place].stride() == view.stride()
+        assert raw(slots[place])[[2, 0]].equal(raw(view)[[6, 1]])
+        assert not raw(slots[place])[1].any()
     before = made.clone()
     copier.load([0], [5])
-    for name, place in zip("ab", before, strict=True):
+    for view, place in zip(device.values(), before, strict=True):
         place[5] = place[1]
-        assert raw(device[name]).equal(raw(place))
+        assert raw(view).equal(raw(place))
+    datadist.finalize()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_copy_has_what_the_step_before_it_writes() -> None:
+    """A step is submitted, and runs later; so does a load, which the next step reads."""
+    datadist = pool(1 << 20)
+    device = {"a": torch.zeros(7, 64, dtype=torch.int8, device="cuda")}
+    slots = make_slots(datadist, 3, device)
+    copier = PortableCopier(device, slots, copy_as_cuda)
+    for value in range(1, 100):
+        torch.cuda._sleep(1_000_000)  # noqa: SLF001 (cycles)
+        device["a"][6] = value
+        copier.save([6], [2])
+        assert bool((slots["a"][2] == value).all())
+        copier.load([2], [1])
+        slots["a"][2] = -1
+        assert bool((device["a"][1] == value).all())
     datadist.finalize()
 
 
@@ -152,6 +173,15 @@ def test_other_devices_are_copied_by_the_operation_of_vllm() -> None:
     copier.save([3], [0])
     copier.load([1], [2])
     assert calls == [(device, slots, [3], [0], "d2h"), (slots, device, [1], [2], "h2d")]
+
+
+def copy_as_cuda(sources: Any, targets: Any, source_ids: list[int], target_ids: list[int], direction: str) -> None:
+    """Copy as vLLM's operation does on its platform for CUDA."""
+    for name, source in sources.items():
+        moved = source[torch.tensor(source_ids, device=source.device)]
+        target = targets[name]
+        there = torch.tensor(target_ids, device=target.device)
+        target[there] = moved.cpu() if direction == "d2h" else moved.to(target.device)
 
 
 def no_operation(*args: object) -> None:
