@@ -24,7 +24,7 @@ from llm_datadist.integrations.vllm import worker
 from llm_datadist.integrations.vllm.offers import ClaimedRequests
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from tests.vllm.test_requests import BLOCKS, TOKENS, Engine, asked
-from tests.vllm.test_staging import DEVICES
+from tests.vllm.test_staging import WAYS, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,6 +49,9 @@ class DelayedCopier:
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
         self._later(self.copier.load, slots, blocks)
+
+    def close(self) -> None:
+        self.copier.close()
 
     def _later(self, copy: Callable[[list[int], list[int]], None], *args: list[int]) -> None:
         timer = threading.Timer(self.source.random() * 0.003, copy, args)
@@ -99,6 +102,8 @@ class StagedEngine(Engine):
             def poisoned(request: str, ring: Ring = ring, free: Callable[[str], None] = ring.free) -> None:
                 for _, slots in ring.held.get(request, ()):
                     memory[slots] = NAN
+                    if memory.is_cuda:
+                        torch.cuda.synchronize()
                 free(request)
 
             ring.free = poisoned  # type: ignore[method-assign]
@@ -214,12 +219,13 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
 
-@pytest.fixture(params=DEVICES)
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., StagedEngine]]:
+@pytest.fixture(params=WAYS)
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StagedEngine]]:
     made: list[StagedEngine] = []
+    device = device_of(request.param, monkeypatch)
 
     def one(role: str, seed: int = 0, **extra: Any) -> StagedEngine:
-        made.append(StagedEngine(role, seed, device=request.param, **extra))
+        made.append(StagedEngine(role, seed, device=device, **extra))
         return made[-1]
 
     yield one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import settings
@@ -18,10 +18,25 @@ import torch
 
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import ParamError
-from llm_datadist.integrations.vllm.staging import PortableCopier, Ring, blocks_of, make_slots, staged_slots
+from llm_datadist.integrations.vllm import staging
+from llm_datadist.integrations.vllm.staging import Ring, block_rows, blocks_of, make_copier, make_slots, staged_slots
 
 SLOTS = 6
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+#: A device, and how it copies; by vLLM's operation, if memory cannot be locked.
+WAYS = ["cpu", pytest.param("cuda", marks=_CUDA), pytest.param("cuda, not locked", marks=_CUDA)]
+
+
+def device_of(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the device of a way; its memory is locked from now on, or not."""
+    device, _, unlocked = way.partition(", ")
+    if unlocked:
+        monkeypatch.setattr(staging, "LockedCopier", _refused)
+    return device
+
+
+def _refused(*_: object) -> NoReturn:
+    raise RuntimeError("no memory is locked here")
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -125,51 +140,67 @@ def raw(view: torch.Tensor) -> torch.Tensor:
     return flat.reshape(len(view), -1).cpu()
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_a_slot_has_the_bytes_of_the_block_in_its_order(name: str, order: tuple[int, ...], dtype: torch.dtype) -> None:
-    datadist = pool(1 << 20)
-    made = torch.randint(0, 100, (2, 7, 2, 4, 3, 8)).to(name, dtype)
-    device = {name: place.permute(order) for name, place in zip("ab", made, strict=True)}
-    slots = make_slots(datadist, 3, device)
-    copier = PortableCopier(device, slots, no_operation if name == "cpu" else copy_as_cuda)
+def test_a_slot_has_the_bytes_of_the_block_in_its_order(
+    way: str, order: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datadist, device = pool(1 << 20), device_of(way, monkeypatch)
+    made = torch.randint(0, 100, (2, 7, 2, 4, 3, 8)).to(device, dtype)
+    places = {name: place.permute(order) for name, place in zip("ab", made, strict=True)}
+    slots = make_slots(datadist, 3, places)
+    copier = make_copier(places, slots, no_operation if device == "cpu" else copy_as_cuda)
     copier.save([6, 1], [2, 0])
-    for place, view in device.items():
+    for place, view in places.items():
         assert slots[place].device.type == "cpu"
         assert slots[place].stride() == view.stride()
         assert raw(slots[place])[[2, 0]].equal(raw(view)[[6, 1]])
         assert not raw(slots[place])[1].any()
     before = made.clone()
     copier.load([0], [5])
-    for view, place in zip(device.values(), before, strict=True):
+    for view, place in zip(places.values(), before, strict=True):
         place[5] = place[1]
         assert raw(view).equal(raw(place))
+    copier.close()
     datadist.finalize()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_copy_has_what_the_step_before_it_writes() -> None:
-    """A step is submitted, and runs later; so does a load, which the next step reads."""
-    datadist = pool(1 << 20)
-    device = {"a": torch.zeros(7, 64, dtype=torch.int8, device="cuda")}
-    slots = make_slots(datadist, 3, device)
-    copier = PortableCopier(device, slots, copy_as_cuda)
-    for value in range(1, 100):
-        torch.cuda._sleep(1_000_000)  # noqa: SLF001 (cycles)
-        device["a"][6] = value
-        copier.save([6], [2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_has_what_the_step_before_it_writes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is submitted, and runs later; so does a load, which the next step reads. A copy takes a millisecond."""
+    datadist, device, size = pool(128 << 20), device_of(way, monkeypatch), 32 << 20
+    places = {"a": torch.zeros(3, size, dtype=torch.int8, device=device)}
+    slots = make_slots(datadist, 3, places)
+    copier = make_copier(places, slots, no_operation if device == "cpu" else copy_as_cuda)
+    for value in range(1, 10):
+        if device == "cuda":
+            torch.cuda._sleep(1_000_000)  # noqa: SLF001 (cycles)
+        places["a"][1] = value
+        copier.save([1], [2])
+        assert slots["a"][2, -1] == value
         assert bool((slots["a"][2] == value).all())
-        copier.load([2], [1])
-        slots["a"][2] = -1
-        assert bool((device["a"][1] == value).all())
+        copier.load([2], [0])
+        slots["a"][2, size // 2 :] = -1
+        assert bool((places["a"][0] == value).all())
+    copier.close()
     datadist.finalize()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
+@pytest.mark.parametrize("size", [8, 3])
+def test_blocks_as_rows_are_the_same_memory(size: int, order: tuple[int, ...]) -> None:
+    blocks = torch.randint(0, 100, (4, 2, 5, size), dtype=torch.int8)
+    rows = block_rows(blocks.permute(order))
+    assert rows.data_ptr() == blocks.data_ptr()
+    assert rows.dtype == (torch.int64 if size == 8 else torch.int8)
+    assert rows.view(torch.int8).equal(blocks.reshape(4, -1))
 
 
 def test_other_devices_are_copied_by_the_operation_of_vllm() -> None:
     calls: list[Any] = []
     device, slots = {"a": torch.zeros(4, 2, device="meta")}, {"a": torch.zeros(2, 2)}
-    copier = PortableCopier(device, slots, lambda *args: calls.append(args))
+    copier = make_copier(device, slots, lambda *args: calls.append(args))
     copier.save([3], [0])
     copier.load([1], [2])
     assert calls == [(device, slots, [3], [0], "d2h"), (slots, device, [1], [2], "h2d")]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, piec
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
 from llm_datadist.integrations.vllm.scheduler import init_options
-from llm_datadist.integrations.vllm.staging import PortableCopier, make_slots, staged_slots
+from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.cluster import show_address
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
@@ -110,6 +110,7 @@ class RankWorker:
         self._fetching = 0  # ordered, not reported fetches
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self.stats = Stats()
+        self._ends = ExitStack()
 
     def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
         config = LLMConfig()
@@ -136,7 +137,7 @@ class RankWorker:
             blocks = {name: view.unflatten(0, (self._cache_config.num_blocks, -1)) for name, view in places.items()}
             slots = make_slots(self.datadist, self._slots, blocks)
             addresses = [view.data_ptr() for view in slots.values()]
-            self._new_copier = partial(PortableCopier, blocks, slots)
+            self._new_copier = partial(make_copier, blocks, slots)
         rows = (self._slots or self._cache_config.num_blocks) * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
         key = BlocksCacheKey(self.cluster_id) if self._producer else None
@@ -152,6 +153,7 @@ class RankWorker:
         """Take vLLM's operation that copies blocks, after :meth:`register`."""
         if self._slots:
             self.copier: Copier = self._new_copier(operation)
+            self._ends.callback(self.copier.close)
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
@@ -328,6 +330,7 @@ class RankWorker:
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
+        self._ends.close()
         self.datadist.finalize()  # running pulls fail
         self.engines.stop()
 
