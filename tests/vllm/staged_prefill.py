@@ -21,17 +21,21 @@ MAX_TOKENS = 768
 STAGING_BYTES = MAX_TOKENS * 4 * 2 * 2 * 64 * 4
 
 
-def engine(checkpoint: Path, role: Role) -> LLM:
-    """Return an engine without a server; prompts of more than 256 tokens are computed in several steps."""
+def engine(checkpoint: Path, role: Role, *, cached: bool) -> LLM:
+    """Return an engine without a server.
+
+    It caches prefixes, or computes prompts of more than 256 tokens in several steps.
+    """
     extra = {"staging": True, "staging_bytes": STAGING_BYTES}
     connector = Connector("SeenConnector", "tests.vllm.seen", extra)
     return LLM(
         str(checkpoint),
         dtype="float32",
         max_model_len=MAX_TOKENS,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=MAX_TOKENS if cached else 256,
+        enable_chunked_prefill=not cached,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=cached,
         num_gpu_blocks_override=16,
         kv_transfer_config=KVTransferConfig(**connector.config(role)),
     )
@@ -45,7 +49,7 @@ def main() -> None:
     """Answer on standard output, of which vLLM's log is no part."""
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
-        prefill = engine(Path(sys.argv[1]), "prefill")
+        prefill = engine(Path(sys.argv[1]), "prefill", cached=sys.argv[2] == "cached")
         answers.write("ready\n")
         for line in sys.stdin:
             prompt = {"prompt_token_ids": json.loads(line)}

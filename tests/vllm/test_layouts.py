@@ -43,7 +43,9 @@ from llm_datadist.integrations.vllm.layout import (
     shares,
 )
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders
+from llm_datadist.integrations.vllm.staging import PortableCopier
 from llm_datadist.integrations.vllm.worker import RankWorker
+from tests.vllm.test_staging import copy_as_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 TP = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8)
 SIZES = (16, 32, 128)
+STAGED = [(False, False), (True, False), (False, True), (True, True)]  # there, here
 UNEVEN = [(16, 32), (32, 16), (16, 128), (128, 16), (32, 128), (128, 32)]
 SIZE = 32  # of a head's K, and of its V
 LAYERS = 2
@@ -205,19 +208,30 @@ def spec_of(kind: Any = FullAttentionSpec, **given: Any) -> Any:
 
 
 def configured(
-    specs: list[Any], *, ranks: int = 1, heads: int = 1, layers: Any = None, role: str = "kv_producer", **parallel: Any
+    specs: list[Any],
+    *,
+    ranks: int = 1,
+    heads: int = 1,
+    layers: Any = None,
+    role: str = "kv_producer",
+    block_bytes: int = 0,
+    staged: bool = False,
+    **parallel: Any,
 ) -> tuple[Any, Any]:
     """Return what a connector sees of an engine: one group of layers for each spec."""
     sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    transfer = KVTransferConfig(
-        kv_connector="c", kv_role=role, engine_id=role, kv_connector_extra_config={"pool": False, "lease_s": 3600}
-    )
+    extra: dict[str, Any] = {"pool": False, "lease_s": 3600}
+    if staged:
+        extra |= {"staging": True, "staging_bytes": 20 * block_bytes}
+    transfer = KVTransferConfig(kv_connector="c", kv_role=role, engine_id=role, kv_connector_extra_config=extra)
     names = [[f"{group}.{layer}" for layer in range(LAYERS)] for group in range(len(specs))]
     module = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="vec")
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         cache_config=SimpleNamespace(block_size=specs[0].block_size),
-        model_config=SimpleNamespace(enable_sleep_mode=False, get_total_num_kv_heads=lambda: heads),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=False, get_total_num_kv_heads=lambda: heads, max_model_len=TOKENS
+        ),
         weight_transfer_config=None,
         lora_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks, **(sizes | parallel)),
@@ -227,7 +241,10 @@ def configured(
     )
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=group) for spec, group in zip(specs, names, strict=True)]
     cache = SimpleNamespace(
-        transfer_group_ids=list(range(len(specs))), kv_cache_groups=groups, kv_cache_tensors=[], num_blocks=40
+        transfer_group_ids=list(range(len(specs))),
+        kv_cache_groups=groups,
+        kv_cache_tensors=[SimpleNamespace(size=40 * block_bytes)],
+        num_blocks=40,
     )
     return config, cache
 
@@ -277,6 +294,19 @@ def test_ranks_that_divide_layers_or_tokens_are_refused_when_the_connector_start
         LLMDataDistConnector(config, role, cache)
 
 
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_kv_that_peers_cannot_read_is_refused_when_the_connector_starts(
+    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+) -> None:
+    monkeypatch.setattr("llm_datadist.LLMDataDist.init", lambda *_: pytest.fail("a pool was made"))
+    monkeypatch.setattr("llm_datadist.integrations.vllm.kinds.current_platform", SimpleNamespace(device_type="cuda"))
+    config, cache = configured([spec_of()])
+    said = r'^LLMDataDistConnector does not support KV on cuda, unless kv_connector_extra_config has "staging": true$'
+    with pytest.raises(LLMException, match=said):
+        LLMDataDistConnector(config, role, cache)
+    require_supported(*configured([spec_of()], staged=True))
+
+
 def described(spec: Any, *, shape: tuple[int, ...] = (), **given: Any) -> Layout:
     """Return the layout of a rank of an engine with one group of layers, whose views have a shape."""
     config, cache = configured([spec], **given)
@@ -323,25 +353,50 @@ def test_bytes_of_another_kernel_are_not_taken_for_those_of_this_one() -> None:
 
 
 class Engine:
-    """The workers of all ranks, with their KV caches."""
+    """The workers of all ranks, with their KV caches. If it is staged, blocks that peers read are slots."""
 
-    def __init__(self, role: str, ranks: int, heads: int, tokens: int, patch: pytest.MonkeyPatch) -> None:
-        held, self.blocks = max(1, heads // ranks), random.Random(ranks).sample(range(1, 40), -(-TOKENS // tokens))
+    def __init__(
+        self, role: str, ranks: int, heads: int, tokens: int, patch: pytest.MonkeyPatch, *, staged: bool, latent: bool
+    ) -> None:
+        held, count = max(1, heads // ranks), -(-TOKENS // tokens)
+        self.blocks = random.Random(ranks).sample(range(1, 40), count)
+        self.read = random.Random(ranks + 1).sample(range(20), count) if staged else self.blocks
         self.caches, self.workers = [], []
-        self.tokens, self.replicas = tokens, max(1, ranks // heads)
+        self.tokens, self.replicas, self.staged, self.latent = tokens, max(1, ranks // heads), staged, latent
         for rank in range(ranks):
             patch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-            spec = spec_of(num_kv_heads=held, block_size=tokens)
-            given = configured([spec], ranks=ranks, heads=heads, role=role)
+            spec = spec_of(MLAAttentionSpec if latent else FullAttentionSpec, num_kv_heads=held, block_size=tokens)
+            nbytes = LAYERS * held * tokens * 2 * SIZE * 4
+            given = configured([spec], ranks=ranks, heads=heads, role=role, block_bytes=nbytes, staged=staged)
             self.workers.append(RankWorker(*given))
             self.caches.append(list(torch.zeros(LAYERS, 40, held, tokens, 2 * SIZE)))  # as vLLM: one allocation
             self.workers[rank].register({f"0.{layer}": view for layer, view in enumerate(self.caches[rank])})
+            self.workers[rank].use_copies(copy_as_cuda)
+            for slots in self.slots(rank):
+                slots[:] = float("nan")  # another request's
+
+    def slots(self, rank: int) -> list[torch.Tensor]:
+        if not self.staged:
+            return []
+        copier = self.workers[rank].copier
+        assert isinstance(copier, PortableCopier)
+        return list(copier.slots.values())
+
+    def require_others_untouched(self, rank: int) -> None:
+        """Require that slots of no request are as they were."""
+        others = [slot for slot in range(20) if slot not in self.read]
+        assert all(bool(slots[others].isnan().all()) for slots in self.slots(rank))
 
     def written(self, rank: int, kv: torch.Tensor) -> list[torch.Tensor]:
         """Return what the KV cache is once vLLM's kernel has written this KV (layer, K or V, token, head, part)."""
         found = [torch.zeros_like(view) for view in self.caches[rank]]
         held = found[0].shape[1]
         first = rank // self.replicas * held
+        if self.latent:  # one row of bytes for each token, as they are
+            for view, halves in zip(found, kv, strict=True):
+                for token, row in enumerate(halves[:, :, 0].transpose(0, 1).flatten(1)):
+                    view[self.blocks[token // self.tokens], 0, token % self.tokens] = row
+            return found
         kernels = import_module("vllm._custom_ops")
         slots = torch.tensor(
             [self.blocks[n // self.tokens] * self.tokens + n % self.tokens for n in range(kv.shape[2])]
@@ -359,12 +414,22 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
     monkeypatch.setattr(worker, "identity_of", lambda _: {})
     made: list[Engine] = []
 
-    def one(there: tuple[int, int], here: tuple[int, int], heads: int) -> tuple[Engine, Engine]:
+    def one(
+        there: tuple[int, int],
+        here: tuple[int, int],
+        heads: int,
+        staged: tuple[bool, bool] = (False, False),
+        latent: bool = False,
+    ) -> tuple[Engine, Engine]:
         """Let an engine of (ranks, tokens of a block) fetch a request from another."""
-        prefill = Engine("kv_producer", there[0], heads, there[1], monkeypatch)
-        made.append(prefill)
-        decode = Engine("kv_consumer", here[0], heads, here[1], monkeypatch)
-        made.append(decode)
+        prefill, decode = (
+            Engine(role, *shape, monkeypatch, staged=slots, latent=latent)
+            for role, shape, slots in [
+                ("kv_producer", (there[0], heads, there[1]), staged[0]),
+                ("kv_consumer", (here[0], heads, here[1]), staged[1]),
+            ]
+        )
+        made.extend([prefill, decode])
         kv = torch.rand(LAYERS, 2, TOKENS, heads, SIZE)
         for rank, cache in enumerate(prefill.caches):
             for view, written in zip(cache, prefill.written(rank, kv), strict=True):
@@ -372,12 +437,20 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
         endpoints = [each.endpoint() for each in prefill.workers]
         token = random.randbytes(16)
         for each in prefill.workers:
-            each.obey(Orders(grants={"r": (token, prefill.blocks)}), idle=True)
+            saves = list(zip(prefill.blocks, prefill.read, strict=True)) if prefill.staged else []
+            each.obey(Orders(saves=saves, grants={"r": (token, prefill.read)}), idle=True)
             each.save()
+        if prefill.staged:  # vLLM uses them again
+            for cache in prefill.caches:
+                for view in cache:
+                    view[:] = float("nan")
+        for each in prefill.workers:
             each.obey(Orders(offered=["r"]), idle=True)
         ranks = [each.endpoint for each in endpoints if each is not None]
-        offer = KvOffer(b"", [(0, prefill.blocks)], ranks, endpoints[0].layout)  # type: ignore[union-attr]
-        orders = Orders(claims={"r": (offer, token)}, fetches={"r": [(0, decode.blocks)]})
+        offer = KvOffer(b"", [(0, prefill.read)], ranks, endpoints[0].layout)  # type: ignore[union-attr]
+        orders = Orders(claims={"r": (offer, token)}, fetches={"r": [(0, decode.read)]})
+        if decode.staged:
+            orders.loads["r"] = decode.read, decode.blocks
         for each in decode.workers:
             each.obey(orders, idle=True)
         for each, ended in [(each, "received") for each in decode.workers] + [
@@ -387,6 +460,9 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engin
         for rank, cache in enumerate(decode.caches):
             for view, written in zip(cache, decode.written(rank, kv), strict=True):
                 assert (view == written).all()
+            decode.require_others_untouched(rank)
+        for rank in range(there[0]):
+            prefill.require_others_untouched(rank)
         return prefill, decode
 
     yield one
@@ -400,22 +476,39 @@ def until_ended(of: RankWorker, ended: str) -> bool:
     for _ in range(60_000):  # a step sleeps a millisecond
         results = of.results()
         assert not results.failed_recving
-        if "r" in (results.finished_recving if ended == "received" else results.finished_sending):
+        told = of.take_claimed()
+        sent = results.finished_sending | set(told.ended if told is not None else ())
+        if "r" in (results.finished_recving if ended == "received" else sent):
             return True
     return False
 
 
+@pytest.mark.parametrize("staged", STAGED)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (2, 2)])
 def test_all_heads_come_and_all_blocks_are_free_at_once_whatever_the_ranks(
-    fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, heads: int
+    fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, heads: int, staged: tuple[bool, bool]
 ) -> None:
-    fetch((there, 32), (here, 32), heads)
+    fetch((there, 32), (here, 32), heads, staged)
 
 
+@pytest.mark.parametrize("staged", STAGED)
+@pytest.mark.parametrize(("there", "here"), [(1, 2), (2, 1), (4, 2)])
+def test_a_latent_head_comes_whatever_the_ranks(
+    fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, staged: tuple[bool, bool]
+) -> None:
+    fetch((there, 16), (here, 16), 1, staged, latent=True)
+
+
+@pytest.mark.parametrize("staged", STAGED)
 @pytest.mark.parametrize(("there", "here"), UNEVEN)
 @pytest.mark.parametrize(("ranks", "heads"), [((1, 1), 1), ((1, 2), 1), ((2, 1), 2)])
 def test_blocks_of_other_sizes_are_divided(
-    fetch: Callable[..., tuple[Engine, Engine]], there: int, here: int, ranks: tuple[int, int], heads: int
+    fetch: Callable[..., tuple[Engine, Engine]],
+    there: int,
+    here: int,
+    ranks: tuple[int, int],
+    heads: int,
+    staged: tuple[bool, bool],
 ) -> None:
-    fetch((ranks[0], there), (ranks[1], here), heads)
+    fetch((ranks[0], there), (ranks[1], here), heads, staged)

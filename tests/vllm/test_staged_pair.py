@@ -32,9 +32,9 @@ Tokens = list[int]
 class Pair:
     """A prefill engine in another process, and a decode engine here."""
 
-    def __init__(self, checkpoint: Path, other: subprocess.Popen[str]) -> None:
-        self.other = other
-        self.decode = engine(checkpoint, "decode")
+    def __init__(self, checkpoint: Path, other: subprocess.Popen[str], *, cached: bool) -> None:
+        self.other, self.cached = other, cached
+        self.decode = engine(checkpoint, "decode", cached=cached)
 
     def tokens(self, prompt: Tokens, params: dict[str, Any] | None = None) -> Tokens:
         asked = [{"prompt_token_ids": prompt}]
@@ -47,14 +47,18 @@ class Pair:
         self.other.stdin.write(json.dumps(prompt) + "\n")
         self.other.stdin.flush()
         params = json.loads(self.other.stdout.readline())
+        self.decode.reset_prefix_cache()
+        if self.cached:
+            self.tokens(prompt[: len(prompt) // 2])
         SeenConnector.orders.clear()
         found = self.tokens(prompt, params)
         assert any(orders.loads for orders in SeenConnector.orders), "its KV came through slots"
         return found
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint: Path) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=["chunked", "cached"])
+def pair(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Pair]:
+    """Engines that compute long prompts in several steps, or that cache prefixes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -65,14 +69,14 @@ def pair(checkpoint: Path) -> Iterator[Pair]:
             "HF_HUB_OFFLINE": "1",
         }.items():
             patch.setenv(name, value)
-        command = [sys.executable, "-m", "tests.vllm.staged_prefill", str(checkpoint)]
+        command = [sys.executable, "-m", "tests.vllm.staged_prefill", str(checkpoint), request.param]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of `servers`, for one
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         ) as other:
             assert other.stdin is not None
             assert other.stdout is not None
-            made = Pair(checkpoint, other)
+            made = Pair(checkpoint, other, cached=request.param == "cached")
             assert other.stdout.readline() == "ready\n"
             yield made
             other.stdin.close()
