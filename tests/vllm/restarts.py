@@ -141,7 +141,7 @@ class Restarts:
 
 def references(servers: Servers, asked: Sequence[Tokens]) -> list[Tokens]:
     """Return the answers of one ordinary server, which ends again."""
-    ordinary = servers.start("ordinary", options=ALONE).wait(300)
+    ordinary = servers.start("ordinary", options=ALONE, blocks=256).wait(300)  # MLA has 16 tokens in a block
     found = [answer(ordinary, prompt)[2]["token_ids"] for prompt in asked]
     ordinary.stop()
     return found
