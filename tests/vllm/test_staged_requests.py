@@ -50,9 +50,6 @@ class DelayedCopier:
     def load(self, slots: list[int], blocks: list[int]) -> None:
         self._later(self.copier.load, slots, blocks)
 
-    def close(self) -> None:
-        self.copier.close()
-
     def _later(self, copy: Callable[[list[int], list[int]], None], *args: list[int]) -> None:
         timer = threading.Timer(self.source.random() * 0.003, copy, args)
         timer.start()

@@ -18,6 +18,7 @@ Errors: a copy that fails ends the engine, as a failed step does.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from llm_datadist.views import torch_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import ExitStack
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
@@ -122,9 +124,6 @@ class Copier(Protocol):
     def load(self, slots: list[int], blocks: list[int]) -> None:
         """Copy slots to blocks; return once the slots may be overwritten, and later steps read the new bytes."""
 
-    def close(self) -> None:
-        """End, before the slots' memory is freed."""
-
 
 class PortableCopier:
     """Copies by ``op``, an operation of vLLM, for ``device`` and ``slots`` of the same places."""
@@ -138,44 +137,6 @@ class PortableCopier:
     def load(self, slots: list[int], blocks: list[int]) -> None:
         self._op(self.slots, self.device, slots, blocks, "h2d")
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LockedCopier(PortableCopier):
-    """Copies by kernels of a CUDA or ROCm device, which reach the slots: their memory is locked.
-
-    On an H100 it moves ten times the bytes a second of vLLM's operation. Raises RuntimeError if memory is not locked.
-    """
-
-    def __init__(self, device: Views, slots: Views) -> None:
-        places = slots.values()
-        self._begin, end = (
-            min(each.data_ptr() for each in places),
-            max(each.data_ptr() + each.nbytes for each in places),
-        )
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._begin, end - self._begin, _MAPPED))
-        reached = {name: torch.as_tensor(_Reached(block_rows(each)), device="cuda") for name, each in slots.items()}
-        super().__init__({name: block_rows(each) for name, each in device.items()}, reached, copy_here)
-
-    def close(self) -> None:
-        """Unlock the slots, before their memory is freed."""
-        torch.cuda.cudart().cudaHostUnregister(self._begin)
-
-
-class _Reached:
-    """Locked memory, as torch takes it for a device's."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        shape, at = tuple(rows.shape), (rows.data_ptr(), False)
-        self.__cuda_array_interface__ = {"shape": shape, "typestr": rows.numpy().dtype.str, "data": at, "version": 3}
-
-
-def block_rows(view: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each block of a place, in words if they are whole."""
-    rows = view.as_strided((len(view), view.stride(0)), (view.stride(0), 1)).view(torch.int8)
-    return rows if rows.shape[1] % 8 else rows.view(torch.int64)
-
 
 def copy_here(sources: Views, targets: Views, source_ids: list[int], target_ids: list[int], _: str) -> None:
     """Copy as vLLM's operation does, if one processor reaches both sides."""
@@ -187,15 +148,38 @@ def copy_here(sources: Views, targets: Views, source_ids: list[int], target_ids:
         torch.cuda.current_stream().synchronize()
 
 
-def make_copier(device: Views, slots: Views, op: CopyBlocksOp) -> Copier:
-    """Return the fastest copier of a device, the portable one by vLLM's operation for one that is not known here."""
+def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack) -> Copier:
+    """Return a copier by vLLM's ``op``, or by :func:`copy_here`, for which CUDA slots are locked until ``at_end``.
+
+    An H100 reaches them with ten times the bytes a second of vLLM's operation.
+    """
     kind = next(iter(device.values())).device.type
-    if kind == "cuda":
+    if kind == "cuda":  # ROCm's, too
+        views, runtime = list(slots.values()), torch.cuda.cudart()
+        begin, end = views[0].data_ptr(), views[-1].data_ptr() + views[-1].nbytes
         try:
-            return LockedCopier(device, slots)
+            torch.cuda.check_error(runtime.cudaHostRegister(begin, end - begin, _MAPPED))
         except RuntimeError as error:
-            logger.warning("slots are copied slowly, because their memory cannot be locked: %s", error)
+            logger.warning("staged blocks are copied slowly: the slots cannot be locked: %s", error)
+        else:
+            at_end.callback(runtime.cudaHostUnregister, begin)
+            device, slots, op = ({name: block_rows(view) for name, view in device.items()}, _reached(slots), copy_here)
     return PortableCopier(device, slots, copy_here if kind == "cpu" else op)  # vLLM's for CPUs fails
+
+
+def _reached(slots: Views) -> Views:
+    """Return locked slots as a device's, which rows of blocks go into."""
+    found = {}
+    for name, rows in ((name, block_rows(view)) for name, view in slots.items()):
+        what = {"shape": tuple(rows.shape), "typestr": rows.numpy().dtype.str, "data": (rows.data_ptr(), False)}
+        found[name] = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=what | {"version": 3}), device="cuda")
+    return found
+
+
+def block_rows(view: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each block of a place, in words if they are whole."""
+    rows = view.as_strided((len(view), view.stride(0)), (view.stride(0), 1)).view(torch.int8)
+    return rows if rows.shape[1] % 8 else rows.view(torch.int64)
 
 
 def make_slots(datadist: LLMDataDist, count: int, blocks: Views) -> Views:

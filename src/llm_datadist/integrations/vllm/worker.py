@@ -110,7 +110,7 @@ class RankWorker:
         self._fetching = 0  # ordered, not reported fetches
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self.stats = Stats()
-        self._ends = ExitStack()
+        self._at_end = ExitStack()
 
     def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
         config = LLMConfig()
@@ -152,8 +152,7 @@ class RankWorker:
     def use_copies(self, operation: CopyBlocksOp) -> None:
         """Take vLLM's operation that copies blocks, after :meth:`register`."""
         if self._slots:
-            self.copier: Copier = self._new_copier(operation)
-            self._ends.callback(self.copier.close)
+            self.copier: Copier = self._new_copier(operation, self._at_end)
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
@@ -330,7 +329,7 @@ class RankWorker:
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""
-        self._ends.close()
+        self._at_end.close()
         self.datadist.finalize()  # running pulls fail
         self.engines.stop()
 
