@@ -359,11 +359,57 @@ def test_a_request_that_vllm_did_not_let_wait_is_not_offered(make: Callable[...,
     until(lambda: bool(prefill.offers), lambda: prefill.run(kv_of))
     second = prefill.add("second", list(range(20)))
     assert prefill.scheduler.matched_tokens(second, 0) is None
-    prefill.compute(second, [1, 2, 3], 20)
+    for _ in range(2):
+        prefill.compute(second, [1, 2, 3], 10)
     assert prefill.finish(second, [1, 2, 3]) is None
     stats = prefill.scheduler.stats.take()
     assert stats is not None
     assert stats.data["refused_offers"] == 1
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_an_engine_that_cannot_offer_lets_no_prompt_wait(make: Callable[..., StagedEngine], role: str) -> None:
+    """A decode engine has no slots for offers; inside MultiConnector a prefill engine may not know its ranks yet."""
+    engine = make(role, lease_s=3600)
+    engine.scheduler.ranks = []
+    engine.worker.take_claimed()  # has the endpoint
+    for number in range(3):
+        engine.comes(asked(f"r{number}", {"do_remote_decode": True}, list(range(500))))
+        until(lambda name=f"r{number}": name in engine.offers, lambda: engine.run(kv_of))  # type: ignore[misc]
+    assert engine.offers == dict.fromkeys(["r0", "r1", "r2"])
+    assert not engine.waits
+    assert not engine.scheduler.offering.held
+
+
+def test_an_aborted_fetch_keeps_its_slots_until_its_pull_has_ended(
+    make: Callable[..., StagedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the pull would write into slots of another request. vLLM keeps the blocks as long."""
+    prefill, decode = make("prefill", staging_bytes=2 * SLOTS * SLOT_BYTES), make("decode")
+    prompts = {name: [number, *range(299)] for number, name in enumerate(["one", "two"])}
+    for name, prompt in prompts.items():
+        prefill.comes(asked(name, {"do_remote_decode": True}, prompt))
+    until(lambda: len(prefill.offers) == 2, lambda: prefill.run(kv_of))
+    reached, gate, pull = threading.Event(), threading.Event(), decode.worker._pull_rows  # noqa: SLF001
+
+    def gated(*args: Any) -> None:
+        reached.set()
+        assert gate.wait(60)
+        pull(*args)
+
+    monkeypatch.setattr(decode.worker, "_pull_rows", gated)
+    decode.comes(first := asked("one", prefill.offers["one"], prompts["one"]))
+    until(reached.is_set, lambda: decode.run(kv_of))
+    first.status = RequestStatus.FINISHED_ABORTED
+    assert decode.scheduler.finished(first, (decode.blocks["one"],)) == (False, None)
+    decode.comes(asked("two", prefill.offers["two"], prompts["two"]))
+    for _ in range(3):
+        decode.run(kv_of)
+    assert list(decode.scheduler.fetching.held) == ["one"]
+    assert decode.waits == 3
+    gate.set()
+    until(lambda: len(decode.ended) == 2, lambda: decode.run(kv_of))
+    assert decode.ended == {"one": True, "two": True}
 
 
 def test_slots_are_free_once_the_grants_of_all_ranks_have_ended(make: Callable[..., StagedEngine]) -> None:
@@ -371,7 +417,8 @@ def test_slots_are_free_once_the_grants_of_all_ranks_have_ended(make: Callable[.
     prefill.scheduler.ranks *= 2
     prefill.comes(asked("one", {"do_remote_decode": True}, list(range(20))))
     until(lambda: bool(prefill.offers) and not prefill.worker.given, lambda: prefill.run(kv_of))
-    assert not prefill.is_idle(), "the other rank may be read"
+    assert prefill.scheduler.needs_steps()
+    assert "one" in prefill.scheduler.offering.held, "the other rank may be read"
     other = ClaimedRequests(set(), Counter({"one": 1})).aggregate(ClaimedRequests({"two"}, Counter()))
     told: Any = SimpleNamespace(kv_connector_worker_meta=other, finished_sending=None, finished_recving=None)
     prefill.scheduler.take_output(told)
