@@ -139,9 +139,9 @@ class Restarts:
             self.longest_s = max(self.longest_s, took)
 
 
-def references(servers: Servers, asked: Sequence[Tokens]) -> list[Tokens]:
-    """Return the answers of one ordinary server, which ends again."""
-    ordinary = servers.start("ordinary", options=ALONE, blocks=256).wait(300)  # MLA has 16 tokens in a block
+def references(servers: Servers, asked: Sequence[Tokens], **settings: Any) -> list[Tokens]:
+    """Return the answers of one ordinary server with these settings, which ends again."""
+    ordinary = servers.start("ordinary", **({"options": ALONE} | settings)).wait(300)
     found = [answer(ordinary, prompt)[2]["token_ids"] for prompt in asked]
     ordinary.stop()
     return found

@@ -36,6 +36,10 @@ UNEVEN = (15, 127, 128, 129, 500)
 BROKEN = Connector("ZeroedConnector", "tests.vllm.broken")
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 256}
 
+RANKS: dict[int, dict[str, Any]] = {
+    1: {"blocks": 512, "options": ALONE},
+    2: {"blocks": 512, "options": (*ALONE, "--tensor-parallel-size", "2"), "cores": "0|1"},
+}
 NONE: dict[str, Any] = {}
 Tokens = list[int]
 
@@ -144,9 +148,17 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    """A model whose KV is one latent head."""
+    """A model whose KV is one latent head, and prompts with one answer of one rank and of two.
+
+    vLLM 0.32 for CPUs answers some with other tokens if it has two ranks.
+    """
     folder = tmp_path_factory.mktemp("latent")
-    return Asked.by(build_latent(folder / "model"), folder, [prompts(1, length)[0] for length in UNEVEN])
+    several = [prompt for length in UNEVEN for prompt in prompts(6, length)]
+    with Servers(folder, build_latent(folder / "model")) as servers:
+        one, two = (references(servers, several, **RANKS[ranks]) for ranks in (1, 2))
+    alike = [place for place, tokens in enumerate(one) if tokens == two[place] and len({*tokens}) > 2]
+    assert len(alike) >= 5
+    return Asked(folder / "model", [several[each] for each in alike], [one[each] for each in alike])
 
 
 def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -162,12 +174,6 @@ def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[st
             status, tokens = fetched(prefill, zeroing.wait(300), prompt)
             assert status == 200
             assert tokens != expected, "the model does not look at its KV: equal tokens prove nothing"
-
-
-RANKS: dict[int, dict[str, Any]] = {
-    1: {"blocks": 512, "options": ALONE},
-    2: {"blocks": 512, "options": (*ALONE, "--tensor-parallel-size", "2"), "cores": "0|1"},
-}
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
