@@ -20,7 +20,15 @@ import torch
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm import staging
-from llm_datadist.integrations.vllm.staging import Ring, block_rows, blocks_of, make_copier, make_slots, staged_slots
+from llm_datadist.integrations.vllm.staging import (
+    PortableCopier,
+    Ring,
+    block_rows,
+    blocks_of,
+    make_copier,
+    make_slots,
+    staged_slots,
+)
 
 SLOTS = 6
 _CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -148,6 +156,8 @@ def test_a_slot_has_the_bytes_of_the_block_in_its_order(
     places = {name: place.permute(order) for name, place in zip("ab", made, strict=True)}
     slots = make_slots(datadist, 3, places)
     copier = make_copier(places, slots, no_operation if device == "cpu" else copy_as_cuda, at_end)
+    assert isinstance(copier, PortableCopier)
+    assert copier.slots["a"].is_cuda is (way == "cuda")  # they were unlocked at the end of the test before
     copier.save([6, 1], [2, 0])
     for place, view in places.items():
         assert slots[place].device.type == "cpu"

@@ -18,6 +18,7 @@ Errors: a copy that fails ends the engine, as a failed step does.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -30,7 +31,6 @@ from llm_datadist.views import torch_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from contextlib import ExitStack
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
@@ -160,6 +160,8 @@ def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(begin, end - begin, _MAPPED))
         except RuntimeError as error:
+            with suppress(RuntimeError):  # the next kernel raises the same error, once
+                torch.zeros(1, device="cuda")
             logger.warning("staged blocks are copied slowly: the slots cannot be locked: %s", error)
         else:
             at_end.callback(runtime.cudaHostUnregister, begin)
