@@ -110,8 +110,9 @@ def two(servers: Servers, there: dict[str, Any] = NONE, here: dict[str, Any] = N
 
 def fetch_all(prefill: Server, decode: Server, asked: Asked, count: int) -> None:
     """The first prompts fetched have the right tokens, and no block is kept."""
-    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
-    assert found == [(200, tokens) for tokens in asked.expected[:count]]
+    for prompt, expected in zip(asked.prompts[:count], asked.expected[:count], strict=True):
+        status, tokens = fetched(prefill, decode, prompt)
+        assert (status, tokens[: len(expected)]) == (200, expected)
     wait_until_blocks_are_free(prefill, decode, seconds=30)
 
 
@@ -148,17 +149,22 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    """A model whose KV is one latent head, and prompts with one answer of one rank and of two.
+    """A model whose KV is one latent head, and prompts whose first token depends on it.
 
-    vLLM 0.32 for CPUs answers some with other tokens if it has two ranks.
+    vLLM 0.32 for CPUs computes MLA so roughly that its ranks alone change tokens. So the prompts have one answer of one
+    rank and of two, and only the first token is compared.
     """
     folder = tmp_path_factory.mktemp("latent")
     several = [prompt for length in UNEVEN for prompt in prompts(6, length)]
     with Servers(folder, build_latent(folder / "model")) as servers:
-        one, two = (references(servers, several, **RANKS[ranks]) for ranks in (1, 2))
-    alike = [place for place, tokens in enumerate(one) if tokens == two[place] and len({*tokens}) > 2]
-    assert len(alike) >= 5
-    return Asked(folder / "model", [several[each] for each in alike], [one[each] for each in alike])
+        one = references(servers, several + [prompt[-1:] for prompt in several], **RANKS[1])
+        two = references(servers, several, **RANKS[2])
+    answered = zip(several, one, one[len(several) :], two, strict=False)
+    found = [
+        (prompt, tokens[:1]) for prompt, tokens, last, there in answered if tokens == there and tokens[0] != last[0]
+    ]
+    assert len(found) >= 5
+    return Asked(folder / "model", *map(list, zip(*found, strict=True)))
 
 
 def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -173,7 +179,7 @@ def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[st
         for prompt, expected in zip(asked.prompts, asked.expected, strict=True):
             status, tokens = fetched(prefill, zeroing.wait(300), prompt)
             assert status == 200
-            assert tokens != expected, "the model does not look at its KV: equal tokens prove nothing"
+            assert tokens[: len(expected)] != expected, "the model does not look at its KV: equal tokens prove nothing"
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
