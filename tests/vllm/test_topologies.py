@@ -110,9 +110,8 @@ def two(servers: Servers, there: dict[str, Any] = NONE, here: dict[str, Any] = N
 
 def fetch_all(prefill: Server, decode: Server, asked: Asked, count: int) -> None:
     """The first prompts fetched have the right tokens, and no block is kept."""
-    for prompt, expected in zip(asked.prompts[:count], asked.expected[:count], strict=True):
-        status, tokens = fetched(prefill, decode, prompt)
-        assert (status, tokens[: len(expected)]) == (200, expected)
+    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts[:count]]
+    assert found == [(200, tokens) for tokens in asked.expected[:count]]
     wait_until_blocks_are_free(prefill, decode, seconds=30)
 
 
@@ -149,22 +148,11 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Asked:
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    """A model whose KV is one latent head, and prompts whose first token depends on it.
-
-    vLLM 0.32 for CPUs computes MLA so roughly that its ranks alone change tokens. So the prompts have one answer of one
-    rank and of two, and only the first token is compared.
-    """
+    """A model whose KV is one latent head."""
     folder = tmp_path_factory.mktemp("latent")
     several = [prompt for length in UNEVEN for prompt in prompts(6, length)]
     with Servers(folder, build_latent(folder / "model")) as servers:
-        one = references(servers, several + [prompt[-1:] for prompt in several], **RANKS[1])
-        two = references(servers, several, **RANKS[2])
-    answered = zip(several, one, one[len(several) :], two, strict=False)
-    found = [
-        (prompt, tokens[:1]) for prompt, tokens, last, there in answered if tokens == there and tokens[0] != last[0]
-    ]
-    assert len(found) >= 5
-    return Asked(folder / "model", *map(list, zip(*found, strict=True)))
+        return Asked(folder / "model", several, references(servers, several, **RANKS[1]))
 
 
 def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -179,15 +167,37 @@ def fetch_alike(folder: Path, asked: Asked, there: dict[str, Any], here: dict[st
         for prompt, expected in zip(asked.prompts, asked.expected, strict=True):
             status, tokens = fetched(prefill, zeroing.wait(300), prompt)
             assert status == 200
-            assert tokens[: len(expected)] != expected, "the model does not look at its KV: equal tokens prove nothing"
+            assert tokens != expected, "the model does not look at its KV: equal tokens prove nothing"
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
-@pytest.mark.parametrize("model", ["one_head", "latent"])
-def test_ranks_fetch_from_copies_of_one_head(
-    request: pytest.FixtureRequest, tmp_path: Path, model: str, there: int, here: int
-) -> None:
-    fetch_alike(tmp_path, request.getfixturevalue(model), RANKS[there], RANKS[here])
+def test_ranks_fetch_from_copies_of_one_head(tmp_path: Path, one_head: Asked, there: int, here: int) -> None:
+    fetch_alike(tmp_path, one_head, RANKS[there], RANKS[here])
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
+def test_ranks_fetch_from_copies_of_a_latent_head(tmp_path: Path, latent: Asked, there: int, here: int) -> None:
+    """Most answers are those of one server, few are with zeroed KV.
+
+    vLLM 0.32 for CPUs computes MLA so roughly that its own ranks answer a third of the prompts with other tokens. Bytes
+    are compared in test_layouts.py.
+    """
+    with Servers(tmp_path, latent.model) as servers:
+        prefill, decode = two(servers, RANKS[there], RANKS[here])
+        right = _alike(prefill, decode, latent)
+        wait_until_blocks_are_free(prefill, decode, seconds=2)
+        assert not decode.metric("vllm:datadist_failed_fetches_total")
+        decode.stop()
+        zeroing = servers.start("decode", BROKEN, name="zeroing", **({"cores": "1"} | RANKS[here])).wait(300)
+        wrong = _alike(prefill, zeroing, latent)
+    assert wrong < len(latent.prompts) / 4 < len(latent.prompts) / 2 < right
+
+
+def _alike(prefill: Server, decode: Server, asked: Asked) -> int:
+    """Return how many prompts fetched have the answers of one server."""
+    found = [fetched(prefill, decode, prompt) for prompt in asked.prompts]
+    assert {status for status, _ in found} == {200}
+    return sum(tokens == expected for (_, tokens), expected in zip(found, asked.expected, strict=True))
 
 
 @pytest.mark.parametrize(("there", "here"), [(32, 128), (128, 32), (96, 128)])
