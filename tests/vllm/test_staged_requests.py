@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist.integrations.vllm.scheduler import Scheduler
-    from llm_datadist.integrations.vllm.staging import Copier, Ring
+    from llm_datadist.integrations.vllm.staging import Ring
 
 #: Slots of the smallest ring: one request with as many tokens as there are blocks for.
 SLOTS = BLOCKS
@@ -38,10 +38,10 @@ SLOT_BYTES = 2 * TOKENS * 64
 NAN = -1  # four such bytes are a NaN, two are a NaN of 16 bits
 
 
-class DelayedCopier:
+class DelayedCopier(PortableCopier):
     """Copies on another thread, a little later."""
 
-    def __init__(self, copier: Copier, source: random.Random) -> None:
+    def __init__(self, copier: PortableCopier, source: random.Random) -> None:
         self.copier, self.source = copier, source
 
     def save(self, blocks: list[int], slots: list[int]) -> None:
@@ -59,7 +59,7 @@ class DelayedCopier:
 class GatedCopier(DelayedCopier):
     """Waits before the copy of a step that grants, until the gate is open."""
 
-    def __init__(self, copier: Copier, scheduler: Scheduler) -> None:
+    def __init__(self, copier: PortableCopier, scheduler: Scheduler) -> None:
         super().__init__(copier, random.Random(0))
         self.scheduler = scheduler
         self.reached, self.gate = threading.Event(), threading.Event()

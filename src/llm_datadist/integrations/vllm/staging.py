@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 from vllm.logger import init_logger
@@ -115,26 +115,18 @@ class Ring:
         return found
 
 
-class Copier(Protocol):
-    """Copies between device blocks and slots. Threads: vLLM's."""
-
-    def save(self, blocks: list[int], slots: list[int]) -> None:
-        """Copy blocks to slots; return once the slots have all bytes that the running step writes."""
-
-    def load(self, slots: list[int], blocks: list[int]) -> None:
-        """Copy slots to blocks; return once the slots may be overwritten, and later steps read the new bytes."""
-
-
 class PortableCopier:
-    """Copies by ``op``, an operation of vLLM, for ``device`` and ``slots`` of the same places."""
+    """Copies between device blocks and slots by ``op``, an operation like vLLM's, which waits. Threads: vLLM's."""
 
     def __init__(self, device: Views, slots: Views, op: CopyBlocksOp) -> None:
         self.device, self.slots, self._op = device, slots, op
 
     def save(self, blocks: list[int], slots: list[int]) -> None:
+        """Copy blocks to slots; return once the slots have all bytes that the running step writes."""
         self._op(self.device, self.slots, blocks, slots, "d2h")
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
+        """Copy slots to blocks; return once the slots may be overwritten, and later steps read the new bytes."""
         self._op(self.slots, self.device, slots, blocks, "h2d")
 
 
@@ -148,11 +140,8 @@ def copy_here(sources: Views, targets: Views, source_ids: list[int], target_ids:
         torch.cuda.current_stream().synchronize()
 
 
-def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack) -> Copier:
-    """Return a copier by vLLM's ``op``, or by :func:`copy_here`, for which CUDA slots are locked until ``at_end``.
-
-    An H100 reaches them with ten times the bytes a second of vLLM's operation.
-    """
+def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack) -> PortableCopier:
+    """Return a copier by vLLM's ``op``, or by :func:`copy_here`, for which CUDA locks the slots until ``at_end``."""
     kind = next(iter(device.values())).device.type
     if kind == "cuda":  # ROCm's, too
         views, runtime = list(slots.values()), torch.cuda.cudart()
@@ -165,23 +154,19 @@ def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack
             logger.warning("staged blocks are copied slowly: the slots cannot be locked: %s", error)
         else:
             at_end.callback(runtime.cudaHostUnregister, begin)
-            device, slots, op = ({name: block_rows(view) for name, view in device.items()}, _reached(slots), copy_here)
+            device, op = {name: block_rows(view) for name, view in device.items()}, copy_here
+            slots = {name: block_rows(view, locked=True) for name, view in slots.items()}
     return PortableCopier(device, slots, copy_here if kind == "cpu" else op)  # vLLM's for CPUs fails
 
 
-def _reached(slots: Views) -> Views:
-    """Return locked slots as a device's, which rows of blocks go into."""
-    found = {}
-    for name, rows in ((name, block_rows(view)) for name, view in slots.items()):
-        what = {"shape": tuple(rows.shape), "typestr": rows.numpy().dtype.str, "data": (rows.data_ptr(), False)}
-        found[name] = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=what | {"version": 3}), device="cuda")
-    return found
-
-
-def block_rows(view: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each block of a place, in words if they are whole."""
+def block_rows(view: torch.Tensor, *, locked: bool = False) -> torch.Tensor:
+    """Return the bytes of each block of a place, in words if they are whole; those of locked slots as a device's."""
     rows = view.as_strided((len(view), view.stride(0)), (view.stride(0), 1)).view(torch.int8)
-    return rows if rows.shape[1] % 8 else rows.view(torch.int64)
+    rows = rows if rows.shape[1] % 8 else rows.view(torch.int64)
+    if not locked:
+        return rows
+    what = {"shape": tuple(rows.shape), "typestr": rows.numpy().dtype.str, "data": (rows.data_ptr(), False)}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=what | {"version": 3}), device="cuda")
 
 
 def make_slots(datadist: LLMDataDist, count: int, blocks: Views) -> Views:

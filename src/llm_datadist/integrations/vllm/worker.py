@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Pieces, Share
     from llm_datadist.integrations.vllm.offers import KvOffer, Targets
-    from llm_datadist.integrations.vllm.staging import Copier
+    from llm_datadist.integrations.vllm.staging import PortableCopier
     from llm_datadist.types.grant import Grant
 
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
@@ -142,17 +142,15 @@ class RankWorker:
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
         key = BlocksCacheKey(self.cluster_id) if self._producer else None
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
-        in_pool = self._slots or (self.allocation is not None and self.allocation.cache is not None)
-        where = "in a pool that peers of this host map" if in_pool else "in vLLM's own memory"
-        said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes, %s"
-        logger.info(said, len(addresses), rows, self._layout.row_bytes, where)
+        said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes"
+        logger.info(said, len(addresses), rows, self._layout.row_bytes)
         if (endpoint := self.endpoint()) is not None:
             self._told.endpoints[0, self._rank] = endpoint
 
     def use_copies(self, operation: CopyBlocksOp) -> None:
         """Take vLLM's operation that copies blocks, after :meth:`register`."""
         if self._slots:
-            self.copier: Copier = self._new_copier(operation, self._at_end)
+            self.copier: PortableCopier = self._new_copier(operation, self._at_end)
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
