@@ -343,7 +343,7 @@ def _keys() -> Iterator[references.ReferenceKeys]:
 
 
 class _Absent(ModuleType):
-    """A module of vLLM, whose every name is an empty class: what is read here uses none."""
+    """A module of vLLM, or torch, whose every name is an empty class: what is read here uses none."""
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {"__init__": lambda self, *args: None})
@@ -355,10 +355,11 @@ def _connector() -> tuple[Any, Callable[..., bytes]]:
     package = ModuleType("llm_datadist.integrations.vllm")  # its own file registers the connector at vLLM
     package.__path__ = [str(Path(references.__file__).parent / "vllm")]
     connector = "vllm.distributed.kv_transfer.kv_connector.v1"
-    used = f"{connector}.base", f"{connector}.metrics", "vllm.v1.metrics.utils", "vllm.v1.kv_cache_interface"
+    used = [f"{connector}.base", f"{connector}.metrics", "vllm.v1.metrics.utils", "vllm.v1.kv_cache_interface", "torch"]
+    used += ["vllm.v1.request", "vllm.logger", "vllm.version", "vllm.platforms"]
     absent = {
         ".".join(parts[:count]): _Absent("vllm")
-        for parts in (name.split(".") for name in (*used, "vllm.v1.request", "vllm.logger", "vllm.version"))
+        for parts in (name.split(".") for name in used)
         for count in range(1, len(parts) + 1)
     }
     others = {name: each for name, each in sys.modules.items() if not name.startswith(package.__name__)}
