@@ -199,7 +199,8 @@ test-nixl: export LLM_DATADIST_NIXL := required
 test-nixl: $(FULL_VENV)/.library
 	@$(FULL_BIN)/python -m pytest $(or $(TEST),$(SHARED_OUT) tests/nixl)
 	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp $(FULL_BIN)/python -m pytest $(SHARED_OUT) -k tcp $(NIXL_STANDS_IN))
-	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(foreach each,cut_off slow_network,tests/hosts/test_$(each).py))
+	@$(if $(TEST),,LLM_DATADIST_TEST_NIXL=tcp,auto $(FULL_BIN)/python -m pytest $(SHARED_OUT) --dist load \
+		$(foreach each,cut_off slow_network,tests/hosts/test_$(each).py))
 
 # With NIXL; the releases of tests/compat/releases.txt are compiled once, each into a folder of its own.
 test-compat: export LLM_DATADIST_NIXL := required
