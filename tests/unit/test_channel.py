@@ -415,8 +415,11 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
         ends.channel.send(Beat(1))
 
 
+@pytest.mark.parametrize("late", [True, False], ids=["an answer that nobody took", "read"])
 @pytest.mark.parametrize("fails", [True, False])
-def test_after_a_bug_or_a_close_nothing_is_delivered(ends: Ends, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_bug_or_a_close_nothing_is_delivered(
+    ends: Ends, fails: bool, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def handle(message: messages.Message) -> None:
         if fails:
             raise KeyError("a bug")
@@ -424,7 +427,11 @@ def test_after_a_bug_or_a_close_nothing_is_delivered(ends: Ends, fails: bool, ca
 
     ends.on_message = handle
     other = Ends(ends.control).begin()
-    ends.say(Beat(1), Beat(2))
+    if late:
+        ends.channel.handle(Beat(1))
+        ends.channel.handle(Beat(2))
+    else:
+        ends.say(Beat(1), Beat(2))
     wait_until(ends.ended)
     assert ends.heard == [Beat(1)]
     assert ends.lost == ["internal error: KeyError('a bug')" if fails else "enough"]

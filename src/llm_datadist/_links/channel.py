@@ -246,12 +246,17 @@ class Channel:
                 if payload is None and (payload := self._parser.take()) is None:
                     return True
                 self._on_message(decode(payload))
-        except ProtocolError as error:
-            self._finish(str(error))
         except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop)
+            self._fail(error)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        """End the channel, because a message could not be handled."""
+        if isinstance(error, ProtocolError):
+            self._finish(str(error))
+        else:
             logger.error("unexpected error in a handler of control messages", exc_info=error)
             self._finish(f"internal error: {error!r}")
-        return True
 
     def handle(self, answer: Message) -> None:
         """Handle an answer that came, but whose caller was interrupted, as a late one. On the control thread, soon."""
@@ -261,8 +266,8 @@ class Channel:
         try:
             if self._open:
                 self._on_message(answer)
-        except ProtocolError as error:
-            self._finish(str(error))
+        except Exception as error:  # noqa: BLE001 (as above)
+            self._fail(error)
 
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Wait for the answer or the deadline; read if the role is free."""
