@@ -190,7 +190,8 @@ example-vllm: $(VLLM_VENV)/.installed
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)
 
-# Scenes of the interface in which nixl stands in for tcp; those between hosts are the last.
+# Scenes of the interface in which nixl stands in for tcp; those between hosts are the last:
+# each worker makes its own network, so tests of one file go to several.
 NIXL_STANDS_IN := $(foreach each,moves move_rules keys guards_api peer_death async_forms grants \
 	checksums transfer_cache_async lifecycle_api,tests/api/test_$(each).py)
 SHARED_OUT := -n $(WORKERS) --maxprocesses 4 --dist loadfile

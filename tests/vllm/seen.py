@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     )
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["SeenConnector"]
+__all__ = ["ENVIRONMENT", "SeenConnector"]
+
+#: Of an engine in this process: on one core, and without the network.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class SeenConnector(LLMDataDistConnector):

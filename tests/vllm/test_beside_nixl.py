@@ -23,6 +23,7 @@ from llm_datadist.integrations.vllm.offers import KvOffer
 from llm_datadist.views import tensor_views
 from servers import CONNECTORS, free_port
 from tests.support.moves import wait_until
+from tests.vllm.seen import ENVIRONMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,15 +42,9 @@ def prefill(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
     parts[1]["kv_connector_extra_config"] = {"kv_lease_duration": NIXL_LEASE_S}
     if request.param == "NixlConnector first":
         parts.reverse()
-    variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
-        "VLLM_HOST_IP": "127.0.0.1",
+    variables = ENVIRONMENT | {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

@@ -24,7 +24,7 @@ from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_f
 from llm_datadist.integrations.vllm.offers import KvOffer
 from servers import Connector
 from tests.vllm.reader import Reader
-from tests.vllm.seen import SeenConnector
+from tests.vllm.seen import ENVIRONMENT, SeenConnector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,14 +107,7 @@ def read(params: dict[str, Any]) -> tuple[KvOffer, bytes]:
 @pytest.fixture(scope="module")
 def prefill(checkpoint: Path) -> Iterator[Prefill]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }.items():
+        for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         made = Prefill(checkpoint)
         yield made

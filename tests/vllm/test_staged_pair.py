@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import NEW, prompts
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from llm_datadist.integrations.vllm.worker import RankWorker
-from tests.vllm.seen import SeenConnector
+from tests.vllm.seen import ENVIRONMENT, SeenConnector
 from tests.vllm.staged_prefill import engine, sampling
 
 if TYPE_CHECKING:
@@ -60,14 +60,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Pair]:
     """Engines that compute long prompts in several steps, or that cache prefixes."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }.items():
+        for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         command = [sys.executable, "-m", "tests.vllm.staged_prefill", str(checkpoint), request.param]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # of `servers`, for one

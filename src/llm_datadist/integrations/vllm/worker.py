@@ -193,7 +193,7 @@ class RankWorker:
         for request in orders.revokes:
             if (given := self.given.pop(request, None)) is not None:
                 given.grant.revoke()
-                self.stats.add(_ENDS.get(given.grant.end, "revoked_grants"))
+                self._count_end(given.grant)
 
     def _offer(self, request: str) -> None:
         """Let readers have ``lease_s`` from now on; look for their claim in each step."""
@@ -296,7 +296,7 @@ class RankWorker:
                 if given.offered:
                     del self.given[request]
                     sent.add(request)
-                    self.stats.add(_ENDS.get(given.grant.end, "revoked_grants"))
+                    self._count_end(given.grant)
             elif now >= given.renew_at and (not given.offered or given.grant.claimed()):
                 if given.offered:
                     self._told.requests.add(request)
@@ -319,6 +319,9 @@ class RankWorker:
             self._told.ended.update(sent)
             sent = set()
         return KVConnectorTransferResults(sent, set(received), failed)
+
+    def _count_end(self, grant: Grant) -> None:
+        self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
 
     def take_claimed(self) -> ClaimedRequests | None:
         """Return what there is to tell since the last call."""
