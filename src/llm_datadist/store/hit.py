@@ -12,7 +12,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.store.messages import BlockShape, Namespace  # noqa: TC001 (msgspec evaluates annotations)
 from llm_datadist.types.grant import Grant
 
-_VERSION: Final = 1
+_HIT_VERSION: Final = 1
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class Hit:
         """Return the hit as bytes, for another process that is linked to the same store."""
         grant = b"" if self.grant is None else self.grant.to_bytes()
         parts = self.namespace, grant, self.slots.tobytes(), self.digests.tobytes(), self.nonce, self.shape
-        return bytes([_VERSION]) + _encode(_Wire(*parts))
+        return bytes([_HIT_VERSION]) + _encode(_Wire(*parts))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -78,8 +78,8 @@ class Hit:
             ParamError: ``data`` has no hit, or one of another version of the format.
         """
         check_type("data", data, bytes)
-        if not data or data[0] != _VERSION:
-            raise ParamError(f"data: a hit of version {data[0] if data else 'none'}; this release reads {_VERSION}")
+        if not data or data[0] != _HIT_VERSION:
+            raise ParamError(f"data: a hit of version {data[0] if data else 'none'}; this release reads {_HIT_VERSION}")
         return cls(_parse(memoryview(data)[1:]))
 
     def take(self) -> bool:
