@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,9 @@ class Identity:
 
     def other(self, field: str) -> "Identity":
         """Return an identity that differs in this field only."""
-        old = getattr(self, field)
-        return replace(self, **{field: old + 1 if isinstance(old, int) else old + "'"})
+        old: Any = getattr(self, field)
+        changed: dict[str, Any] = {field: old + 1 if isinstance(old, int) else f"{old}'"}
+        return replace(self, **changed)
 
     @property
     def digest(self) -> bytes:
