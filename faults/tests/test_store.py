@@ -42,8 +42,7 @@ def test_every_byte_is_right_and_no_slot_is_lost_in_a_short_campaign(capsys: pyt
     ],
 )
 def test_a_hit_outside_of_the_time_of_its_key_is_found(hit: Record, fine: bool) -> None:
-    found = list(Published(EVENTS).judge([*SAVES, hit]))
-    assert found == [] if fine else [str(hit)[:3] in each and "not published then" in each for each in found] == [True]
+    assert list(Published(EVENTS).judge([*SAVES, hit])) == ([] if fine else [f"not published then: {hit}"])
 
 
 def test_events_that_contradict_each_other_and_publishes_without_a_save_are_found() -> None:
