@@ -128,10 +128,8 @@ class Epoch:
         kinds = {"kill": 4, "stop": 8, "kill store": 0.5, "stop store": 1, "gate": 6, "flip": 3}
         kind = self._chance.choices(list(kinds), list(kinds.values()))[0]
         store = self._actors["store"]
-        if "store" in kind:
-            actor = store
-        else:
-            actor = self._chance.choice([each for each in self._actors.values() if each.task])
+        clients = [each for each in self._actors.values() if each.task]
+        actor = store if "store" in kind else self._chance.choice(clients)
         if kind in ("gate", "flip"):
             if not store.until and not self._pending("store"):
                 self._gate(store) if kind == "gate" else self._flip(store)
