@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -21,16 +21,18 @@ import numpy as np
 from faults.campaign.interrupted import Bell
 from faults.campaign.journal import Interrupted
 from faults.gates import Gate, watched
-from faults.store.history import Journal, Record
+from faults.store.history import Journal, Record, errors_logged, stop_once
 from llm_datadist import CacheDesc, DataType
 from llm_datadist.errors import LLMException, ParamError
-from llm_datadist.store import Hit, StoreClient, namespace
+from llm_datadist.store import Hit, StoreClient, StoreOptions, namespace
 from llm_datadist.views import tensor_views
 from tests.support.kv import POISON, bytes_of, key_of
 from tests.support.world import World
 
 #: No call of a client takes longer, whatever happens to the store. Stops of the client's own process are shorter.
 HANG_SECONDS: Final = 30.0
+#: A machine with more processes than cores answers late.
+OPTIONS: Final = StoreOptions(lookup_ms=300, pause_seconds=0.2)
 #: Blocks of a client's cache, and the most of one call.
 BLOCKS, RUN = 24, 8
 
@@ -95,6 +97,7 @@ class Client:
         self.counts: Counter[str] = Counter()
         self.chance = random.Random(task.seed)
         self._bell = Bell()
+        self._errors = errors_logged()
         desc = CacheDesc(self.space.tensors, [BLOCKS, self.space.nbytes // 8], DataType.DT_UINT64)
         self.cache = world.cm.allocate_blocks_cache(desc)
         self._views = [view.reshape(BLOCKS, -1).view(np.uint8) for view in tensor_views(self.cache)]
@@ -108,11 +111,13 @@ class Client:
             closing(self),
         ):
             self.journal = journal
-            self.client = StoreClient(self.world.dd, self.task.address, self.space.namespace)
+            self.client = StoreClient(self.world.dd, self.task.address, self.space.namespace, OPTIONS)
             names, weights = list(self.steps), list(self.steps.values())
             while not stop.exists():
                 getattr(self, self.chance.choices(names, weights)[0])()
-        self.world.cm.deallocate_cache(self.cache)
+        self.world.cm.deallocate_blocks_cache(self.cache)
+        for each in self._errors:
+            self.fault(f"logged: {each}")
         return self.counts
 
     # --- memory ---
@@ -191,21 +196,10 @@ class Client:
     def reopen(self) -> None:
         """Close the client and make another one, as an engine that restarts in good order."""
         self.client.close()
-        self.client = StoreClient(self.world.dd, self.task.address, self.space.namespace)
+        self.client = StoreClient(self.world.dd, self.task.address, self.space.namespace, OPTIONS)
 
     def note(self, what: str, keys: Sequence[bytes], begin: float, end: float) -> None:
         self.journal.write(Record(what, self.space.namespace, key, begin, end) for key in keys)
-
-
-def stop_once(step: str, gate: Gate) -> Callable[[str, object, tuple[Any, ...]], None]:
-    """Return a watcher that stops the first thread that comes to a step of this name."""
-    taken = threading.Lock()
-
-    def arrive(name: str, subject: object, details: tuple[Any, ...]) -> None:
-        if name == step and taken.acquire(blocking=False):
-            gate.pass_through()
-
-    return arrive
 
 
 class Saver(Client):
@@ -264,13 +258,17 @@ class Reader(Client):
     def load(self, what: str, hit: Hit, keys: list[bytes], blocks: list[int], **options: Any) -> bool:
         """Load and compare; leave the blocks overwritten."""
         self.untouched()
-        loaded = self.call(what, lambda: self.client.load(hit, self.cache, blocks, **options) or True)
+        loaded = self.call(what, self._load, hit, blocks, options)
         if loaded:
             self.counts["bytes compared"] += len(keys) * self.space.tensors * self.space.nbytes
             if wrong := self.wrong(keys, blocks):
                 self.fault(f"{what}: {wrong} wrong bytes")
         self.overwrite(blocks)
         return bool(loaded)
+
+    def _load(self, hit: Hit, blocks: list[int], options: dict[str, Any]) -> bool:
+        self.client.load(hit, self.cache, blocks, **options)
+        return True
 
     def read(self) -> None:
         if seen := self.look():
@@ -310,7 +308,15 @@ class Reader(Client):
 class Liar(Client):
     """Misuses what a client has. It may spoil the keys that it saves itself: they are of a space of its own."""
 
-    steps: ClassVar = {"scribble": 4, "other_geometry": 2, "bad_hits": 4, "hoard": 2, "nonsense": 3, "reopen": 1}
+    steps: ClassVar = {
+        "scribble": 4,
+        "other_geometry": 2,
+        "bad_hits": 4,
+        "hoard": 2,
+        "nonsense": 3,
+        "intrude": 1,
+        "reopen": 1,
+    }
 
     def own(self) -> tuple[list[bytes], list[int]]:
         count = self.chance.randint(1, RUN)
@@ -351,7 +357,7 @@ class Liar(Client):
         if hit := self.call("lookup", self.client.lookup, [self.space.key(0)]):
             self.call("lie: other geometry loaded", self.client.load, hit, cache, [0])
         with suppress(LLMException):
-            self.world.cm.deallocate_cache(cache)
+            self.world.cm.deallocate_blocks_cache(cache)
 
     def bad_hits(self) -> None:
         """Load hits with changed bits, cut ones, and those of others after they were released."""
@@ -376,6 +382,16 @@ class Liar(Client):
         hits.clear()
         self.reopen()
 
+    def intrude(self) -> None:
+        """Save in a namespace for which the store has no room, unless it displaces another."""
+        space = replace(self.space, number=self.chance.randrange(100, 110))
+        keys, blocks = self.own()
+        now = time.monotonic()
+        self.journal.write(Record("save", space.namespace, key, now, now) for key in keys)
+        with closing(StoreClient(self.world.dd, self.task.address, space.namespace, OPTIONS)) as client:
+            if client.connect(1.0):
+                self.call("lie: save in another namespace", client.save, keys, self.cache, blocks)
+
     def nonsense(self) -> None:
         """Calls with arguments that no sound client has."""
         keys, blocks = self.own()
@@ -393,3 +409,18 @@ class Liar(Client):
 
 
 ROLES: Final = {"saver": Saver, "reader": Reader, "liar": Liar}
+
+
+def refill(world: World, address: str, space: Space, count: int) -> int:
+    """Save so many new keys, as many as the store has slots; return how many of them it does not have then."""
+    desc = CacheDesc(space.tensors, [BLOCKS, space.nbytes // 8], DataType.DT_UINT64)
+    cache = world.cm.allocate_blocks_cache(desc)
+    keys = [key_of(f"refill {space.number}", number) for number in range(count)]
+    with closing(StoreClient(world.dd, address, space.namespace, OPTIONS)) as client:
+        assert client.connect(10.0)
+        for first in range(0, count, BLOCKS):
+            part = keys[first : first + BLOCKS]
+            client.save(part, cache, list(range(len(part))))
+        found = sum(len(client.lookup([key])) for key in keys)
+    world.cm.deallocate_blocks_cache(cache)
+    return count - found

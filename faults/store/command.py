@@ -17,19 +17,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
 from faults.gates import Gate
 from faults.store import server
-from faults.store.clients import BLOCKS, FAULT, Space, Task, run
+from faults.store.clients import BLOCKS, FAULT, Space, Task, refill, run
 from faults.store.history import Published, Record, records_of
-from llm_datadist.bench.progress import steps
 from tests.support.ends import ChildEnd
 from tests.support.linking import free_port
 
 TRANSPORTS: Final = ("shm", "tcp")
-STORE: Final = 1
 CAST: Final = ("saver",) * 4 + ("reader",) * 8 + ("liar",)
 SPACES: Final = (Space(0, 2, 16384, 96), Space(1, 4, 4096, 192), Space(2, 1, 65536, 48))
 #: The pool holds a third of all keys.
@@ -100,7 +99,7 @@ class Epoch:
         end = ChildEnd("store")
         self._lives += 1
         journal = self.folder / f"store {self._lives}.events"
-        end.do(server.start, STORE, self._address, POOL_BYTES, self.transport, journal)
+        end.do(server.start, self._address, POOL_BYTES, self.transport, journal)
         return end
 
     def _client(self, task: Task) -> ChildEnd:
@@ -231,16 +230,29 @@ class Epoch:
         for life in range(1, self._lives + 1):
             events += records_of(self.folder / f"store {life}.events")
         published = Published(events)
-        if (index := store.do(server.index)) != published.index:
-            extra, missing = len(index - published.index), len(published.index - index)
-            self.faults.append(f"replay of the events is not the index: {extra} more there, {missing} missing")
+        index = store.do(server.index)
+        for name, replay in (("journal", published.index), ("store", store.do(server.replayed))):
+            if replay is not None and replay != index:
+                text = (
+                    f"{len(index - replay)} keys of the index are not in it, {len(replay - index)} are not in the index"
+                )
+                self.faults.append(f"replay of the events of the {name}: {text}")
         journals = [record for path in self.folder.glob("*.journal") for record in records_of(path)]
         self.faults += published.judge(journals)
         self.counts["events"] += len(events)
         self.counts["keys in the index at the end"] += len(index)
-        if missing := store.do(server.refill):
-            self.faults.append(f"{missing} slots cannot be filled any more")
+        self._refill(store)
         store.do(server.stop)
+
+    def _refill(self, store: ChildEnd) -> None:
+        """Every slot can be filled once more: none has leaked."""
+        judge, counts = ChildEnd("judge"), store.do(server.slots)
+        judge.start("PROMPT", 9, **self._settings(_POOL_OF_CLIENT))
+        for space in SPACES:
+            if missing := judge.do(refill, self._address, space, counts.get(space.namespace, 0)):
+                self.faults.append(f"{missing} slots of {space} cannot be filled any more")
+        judge.stop()
+        judge.close()
 
 
 def _finalize(world: Any) -> None:
@@ -253,7 +265,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     total: Counter[str] = Counter()
     limit, number = time.monotonic() + options.seconds, 0
     with tempfile.TemporaryDirectory(prefix="faults-store-") as folder:
-        for transport in steps([options.transport[each % len(options.transport)] for each in range(10_000)]):
+        for transport in cycle(options.transport):
             if time.monotonic() > limit - 2:
                 break
             epoch = Epoch(transport, f"{seed} {number}", Path(folder) / str(number))

@@ -4,14 +4,18 @@ Each process appends records of a fixed size to a file of its own, so that ``kil
 All times are CLOCK_MONOTONIC, which the processes of a host share.
 """
 
+import logging
 import math
 import os
 import struct
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
+
+from faults.gates import Gate
 
 _RECORD: Final = struct.Struct("<8s32s32sdd")
 
@@ -20,7 +24,8 @@ _RECORD: Final = struct.Struct("<8s32s32sdd")
 class Record:
     """``what`` of clients: "save", begun at ``begin``; "hit", of a lookup from ``begin`` to ``end``.
 
-    Of the store: "stored", "removed"; "cleared" without a key, when its process begins.
+    Of the store: "stored", "removed"; "cleared" without a key for a namespace that left, and without a namespace when
+    its process begins.
     """
 
     what: str
@@ -84,9 +89,10 @@ class Published:
 
     def _replay(self, event: Record) -> None:
         if event.what == "cleared":
-            for name in self.index:
+            gone = {name for name in self.index if event.namespace in (name[0], bytes(32))}
+            for name in gone:
                 self._spans[name][-1].end = event.begin
-            self.index.clear()
+            self.index -= gone
         elif event.what == "stored":
             if event.name in self.index:
                 self.faults.append(f"event of a key that was there: {event}")
@@ -114,3 +120,33 @@ class Published:
         for hit in hits:
             if not any(span.begin <= hit.end and hit.begin <= span.end for span in self._spans.get(hit.name, ())):
                 yield f"not published then: {hit}"
+
+
+class _Errors(logging.Handler):
+    """Keeps the texts of errors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+def errors_logged() -> list[str]:
+    """Return a list to which the library's errors of this process are added from now on; warnings go nowhere."""
+    log, handler = logging.getLogger("LLM_DATADIST"), _Errors()
+    log.setLevel(logging.ERROR)
+    log.addHandler(handler)
+    return handler.texts
+
+
+def stop_once(step: str, gate: Gate) -> Callable[[str, object, tuple[Any, ...]], None]:
+    """Return a watcher that stops the first thread that comes to a step of this name."""
+    taken = threading.Lock()
+
+    def arrive(name: str, subject: object, details: tuple[Any, ...]) -> None:
+        if name == step and taken.acquire(blocking=False):
+            gate.pass_through()
+
+    return arrive
