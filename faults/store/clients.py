@@ -88,7 +88,7 @@ FAULT: Final = "FAULT: "
 class Client:
     """One client with a cache. Steps are chosen by chance."""
 
-    steps: ClassVar[dict[str, int]]  # name of a method -> weight
+    steps: ClassVar[dict[str, float]]  # name of a method -> weight
     #: Steps of the library at which this client is stopped at times.
     gates: ClassVar[Sequence[str]] = ()
 
@@ -102,7 +102,6 @@ class Client:
         self.cache = world.cm.allocate_blocks_cache(desc)
         self._views = [view.reshape(BLOCKS, -1).view(np.uint8) for view in tensor_views(self.cache)]
         self.overwrite(range(BLOCKS))
-        self._gate = 0
 
     def run(self) -> Counter[str]:
         stop = self.task.folder / "stop"
@@ -111,7 +110,7 @@ class Client:
             closing(self),
         ):
             self.journal = journal
-            self.client = StoreClient(self.world.dd, self.task.address, self.space.namespace, OPTIONS)
+            self.client = self._opened()
             names, weights = list(self.steps), list(self.steps.values())
             while not stop.exists():
                 getattr(self, self.chance.choices(names, weights)[0])()
@@ -178,8 +177,8 @@ class Client:
     def _through_a_gate(self, function: Callable[[], Any]) -> Any:
         """Call; stop the first thread that comes to a step, until the supervisor has decided what happens there."""
         step = self.chance.choice(self.gates)
-        self._gate += 1
-        folder = self.task.folder / "gates" / f"{self.task.role} {self.task.number} {self._gate} {step}"
+        name = f"{self.task.role} {self.task.number} {time.monotonic_ns()} {step}"
+        folder = self.task.folder / "gates" / name
         folder.mkdir(parents=True)
         with watched(stop_once(step, Gate(folder))):
             return function()
@@ -196,7 +195,12 @@ class Client:
     def reopen(self) -> None:
         """Close the client and make another one, as an engine that restarts in good order."""
         self.client.close()
-        self.client = StoreClient(self.world.dd, self.task.address, self.space.namespace, OPTIONS)
+        self.client = self._opened()
+
+    def _opened(self) -> StoreClient:
+        client = StoreClient(self.world.dd, self.task.address, self.space.namespace, OPTIONS)
+        client.connect(2.0)  # there may be no store now
+        return client
 
     def note(self, what: str, keys: Sequence[bytes], begin: float, end: float) -> None:
         self.journal.write(Record(what, self.space.namespace, key, begin, end) for key in keys)
@@ -249,6 +253,7 @@ class Reader(Client):
         hit = self.call("lookup", self.client.lookup, keys)
         end = time.monotonic()
         if not hit:
+            time.sleep(0.001)  # a store that is gone is a miss at once
             return None
         self.counts["hits"] += 1
         found = keys[: len(hit)]
@@ -314,7 +319,7 @@ class Liar(Client):
         "bad_hits": 4,
         "hoard": 2,
         "nonsense": 3,
-        "intrude": 1,
+        "intrude": 0.2,
         "reopen": 1,
     }
 

@@ -124,7 +124,7 @@ class Epoch:
     # --- harm ---
 
     def _event(self) -> None:
-        kinds = {"kill": 4, "stop": 8, "kill store": 0.5, "stop store": 1, "gate": 6, "flip": 3}
+        kinds = {"kill": 4, "stop": 8, "kill store": 0.3, "stop store": 1, "gate": 6, "flip": 3}
         kind = self._chance.choices(list(kinds), list(kinds.values()))[0]
         store = self._actors["store"]
         clients = [each for each in self._actors.values() if each.task]
@@ -187,7 +187,8 @@ class Epoch:
         role, number, *step = folder.name.split(" ")
         actor = self._actors["store" if role == "store" else f"{role} {number}"]
         where = f"at {' '.join(step if role == 'store' else step[1:])}"
-        what = self._chance.choice(("kill", "stop", "wait"))
+        # A store that is killed all the time has nothing to give.
+        what = self._chance.choices(("kill", "stop", "wait"), (0.4 if role == "store" else 1, 2, 2))[0]
         if what == "kill":
             self._kill(actor, where)
             return

@@ -51,7 +51,10 @@ class Shape:
     """Geometry of an engine's KV: tensors (layers), and bytes of one block in each."""
 
     tensors: int = 2
-    nbytes: int = 4096
+    nbytes: int = 8192
+
+
+USUAL: Final = Shape()
 
 
 class Engine(ABC):
@@ -116,7 +119,7 @@ class Store(ABC):
     capacity: int
 
     @abstractmethod
-    def engine(self, identity: Identity, shape: Shape = Shape(), name: str = "") -> Engine:
+    def engine(self, identity: Identity, shape: Shape = USUAL, name: str = "") -> Engine:
         """Start an engine; ``name`` is what it tells the store about itself, another one each time unless given."""
 
     @abstractmethod
@@ -165,7 +168,7 @@ class Folder(Store):
         self.amid: Callable[[], None] = lambda: None
         self.files = ExitStack()
 
-    def engine(self, identity: Identity, shape: Shape = Shape(), name: str = "") -> "FolderEngine":
+    def engine(self, identity: Identity, shape: Shape = USUAL, name: str = "") -> "FolderEngine":
         return FolderEngine(self, identity, shape)
 
     def during_save(

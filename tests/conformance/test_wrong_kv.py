@@ -13,6 +13,7 @@ from typing import Final
 import pytest
 
 from tests.conformance.kv_stores import Engine, Folder, Identity, Shape, Store
+from tests.conformance.our_store import OurStore
 from tests.support.kv import key_of
 
 IDENTITY: Final = Identity()
@@ -72,13 +73,13 @@ def _another_identity(field: str) -> Callable[[Store], Verdict]:
 def other_groups(store: Store) -> Verdict:
     """A group of layers has another shape, but the same keys."""
     saved(store.engine(IDENTITY), keys(2))
-    windowed = store.engine(IDENTITY, Shape(tensors=3, nbytes=2048))
+    windowed = store.engine(IDENTITY, Shape(tensors=3, nbytes=4096))
     return fetched(windowed, keys(2))
 
 
 def other_groups_saved(store: Store) -> Verdict:
     """As before, and both groups save."""
-    full, windowed = store.engine(IDENTITY), store.engine(IDENTITY, Shape(tensors=3, nbytes=2048))
+    full, windowed = store.engine(IDENTITY), store.engine(IDENTITY, Shape(tensors=3, nbytes=4096))
     saved(full, keys(2))
     saved(windowed, keys(2))
     return fetched(full, keys(2))
@@ -208,3 +209,21 @@ def test_the_control_a_plain_folder_gives_wrong_bytes(cause: str, folder: Folder
 def test_the_control_gives_right_bytes_where_there_is_no_cause(folder: Folder) -> None:
     saved(folder.engine(IDENTITY), keys(4))
     assert fetched(folder.engine(IDENTITY), keys(6)) == Verdict(4, 0)
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def ours(request: pytest.FixtureRequest) -> Iterator[OurStore]:
+    store = OurStore(request.param)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("cause", EVERY)
+def test_our_store_gives_the_saved_bytes_or_misses(cause: str, ours: OurStore) -> None:
+    what, hits = EVERY[cause]
+    assert what(ours) == Verdict(hits, 0)
+
+
+def test_our_store_hits_where_there_is_no_cause(ours: OurStore) -> None:
+    saved(ours.engine(IDENTITY), keys(4))
+    assert fetched(ours.engine(IDENTITY), keys(6)) == Verdict(4, 0)
