@@ -24,7 +24,7 @@ from llm_datadist.errors import (
     LinkError,
     LLMException,
     LLMStatusCode,
-    NotInitialized,
+    NotLinked,
     ParamError,
     StateError,
 )
@@ -103,7 +103,6 @@ class StoreClient:
         self._options = given
         self._cluster = _cluster(given.store_id, address)
         self._what = f"store at {address}"
-        self._lock = threading.Lock()
         self._wanted = threading.Event()  # the thread should dial
         self._linked = threading.Event()
         self._closed = False
@@ -288,7 +287,7 @@ class StoreClient:
         if isinstance(error, LinkError) and error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
             self._linked.clear()
             self._wanted.set()
-        elif not isinstance(error, GrantEnded):
+        elif not isinstance(error, (LinkError, GrantEnded)):
             self._resume_at = time.monotonic() + self._options.pause_seconds
         text = named(error)
         if not isinstance(error, (LinkError, DeadlineExceeded, GrantEnded)) and text != self._warned:
@@ -309,10 +308,10 @@ class StoreClient:
                 return
             self._wanted.clear()
             try:
-                _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
-            except (NotInitialized, StateError):
+                linked = self._link()
+            except StateError:
                 return  # finalized
-            if status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
+            if linked:
                 self._resume_at, pause = 0.0, _FIRST_PAUSE
                 self._linked.set()
                 continue
@@ -323,6 +322,13 @@ class StoreClient:
                     return
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._wanted.set()
+
+    def _link(self) -> bool:
+        """Return True if the store is linked, after one attempt to link it."""
+        with suppress(NotLinked):
+            return self._datadist.explain(self._options.store_id).state in ("ready", "suspect")
+        _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
+        return status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 
 
 def shape_of(cache: Cache) -> BlockShape:

@@ -195,18 +195,19 @@ class StoreServer:
     def _on_save(self, question: PeerQuestion) -> None:
         who = f"cluster {question.cluster_id}"
         asked = decode(messages.Save, question.body, who)
-        grant = Grant.from_bytes(asked.grant)
-        check_rule(grant.cluster_id == question.cluster_id, f"{who} sent a grant of cluster {grant.cluster_id}")
         check_rule(
             len(asked.keys) == len(asked.blocks), f"{who} sent {len(asked.blocks)} blocks for {len(asked.keys)} keys"
         )
         until = time.monotonic() + question.budget_ms / 1e3
-        self._savers.submit(_client(question), lambda: self._save(question, asked, grant, until))
+        self._savers.submit(_client(question), lambda: self._save(question, asked, until))
 
-    def _save(self, question: PeerQuestion, asked: messages.Save, grant: Grant, until: float) -> None:
+    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> None:
         with _answering(question):
             if time.monotonic() >= until:
                 return  # its client has given up
+            grant = Grant.from_bytes(asked.grant)
+            wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
+            check_rule(grant.cluster_id == question.cluster_id, wrong)
             space, filling = self._fill(asked)
             if filling.slots:
                 self._pull(space, asked, grant, filling)
