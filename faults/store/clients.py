@@ -23,7 +23,7 @@ from faults.campaign.journal import Interrupted
 from faults.gates import Gate, watched
 from faults.store.history import Journal, Record, errors_logged, stop_once
 from llm_datadist import CacheDesc, DataType
-from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.errors import ChecksumMismatch, LLMException, ParamError
 from llm_datadist.store import Hit, StoreClient, StoreOptions, namespace
 from llm_datadist.views import tensor_views
 from tests.support.kv import POISON, bytes_of, key_of
@@ -97,6 +97,7 @@ class Client:
         self.counts: Counter[str] = Counter()
         self.chance = random.Random(task.seed)
         self._bell = Bell()
+        self.failed: type[LLMException] | None = None  # the last call, so
         self._errors = errors_logged()
         desc = CacheDesc(self.space.tensors, [BLOCKS, self.space.nbytes // 8], DataType.DT_UINT64)
         self.cache = world.cm.allocate_blocks_cache(desc)
@@ -152,6 +153,7 @@ class Client:
     def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call, at times under a timer that rings, at times with a gate; return None if it failed."""
         began, bound = time.monotonic(), partial(function, *args, **kwargs)
+        self.failed = None
         try:
             if self.gates and self.chance.random() < 0.02:
                 value = self._through_a_gate(bound)
@@ -164,6 +166,7 @@ class Client:
             return None
         except LLMException as error:
             self.counts[f"{what} {type(error).__name__}"] += 1
+            self.failed = type(error)
             return None
         except Exception as error:  # noqa: BLE001 (all of them are judged)
             self.fault(f"{what}: untyped {error!r}")
@@ -268,6 +271,9 @@ class Reader(Client):
             self.counts["bytes compared"] += len(keys) * self.space.tensors * self.space.nbytes
             if wrong := self.wrong(keys, blocks):
                 self.fault(f"{what}: {wrong} wrong bytes")
+        elif self.failed is ChecksumMismatch:
+            now = time.monotonic()
+            self.note("mismatch", keys, now, now)
         self.overwrite(blocks)
         return bool(loaded)
 
@@ -421,7 +427,8 @@ def refill(world: World, address: str, space: Space, count: int) -> int:
     desc = CacheDesc(space.tensors, [BLOCKS, space.nbytes // 8], DataType.DT_UINT64)
     cache = world.cm.allocate_blocks_cache(desc)
     keys = [key_of(f"refill {space.number}", number) for number in range(count)]
-    with closing(StoreClient(world.dd, address, space.namespace, OPTIONS)) as client:
+    patient = StoreOptions(lookup_ms=10_000, pause_seconds=0.001)
+    with closing(StoreClient(world.dd, address, space.namespace, patient)) as client:
         assert client.connect(10.0)
         for first in range(0, count, BLOCKS):
             part = keys[first : first + BLOCKS]

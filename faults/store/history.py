@@ -22,10 +22,11 @@ _RECORD: Final = struct.Struct("<8s32s32sdd")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``what`` of clients: "save", begun at ``begin``; "hit", of a lookup from ``begin`` to ``end``.
+    """``what`` of clients: "save", begun at ``begin``; "hit", of a lookup from ``begin`` to ``end``; "mismatch" for
+    each key of a load that found wrong bytes.
 
-    Of the store: "stored", "removed"; "cleared" without a key for a namespace that left, and without a namespace when
-    its process begins.
+    Of the store: "stored", "removed"; "flip", a bit of its memory; "cleared" without a key for a namespace that left,
+    and without a namespace when its process begins.
     """
 
     what: str
@@ -83,6 +84,7 @@ class Published:
     def __init__(self, events: Iterable[Record]) -> None:
         self.faults: list[str] = []
         self.index: set[tuple[bytes, bytes]] = set()
+        self._flipped: set[tuple[bytes, bytes]] = set()
         self._spans: defaultdict[tuple[bytes, bytes], list[_Span]] = defaultdict(list)
         for each in events:
             self._replay(each)
@@ -98,6 +100,8 @@ class Published:
                 self.faults.append(f"event of a key that was there: {event}")
             self.index.add(event.name)
             self._spans[event.name].append(_Span(event.begin))
+        elif event.what == "flip":
+            self._flipped.add(event.name)
         elif event.name in self.index:
             self.index.remove(event.name)
             self._spans[event.name][-1].end = event.begin
@@ -105,18 +109,24 @@ class Published:
             self.faults.append(f"event of a key that was not there: {event}")
 
     def judge(self, records: Iterable[Record]) -> Iterator[str]:
-        """Yield hits of keys that were not published at any moment of their lookup, and publishes without a save."""
+        """Yield hits of keys that were published at no moment of their lookup, publishes without a save, and loads that
+        found wrong bytes although no bit of theirs was flipped."""
         saves: dict[tuple[bytes, bytes], float] = {}
-        hits = []
+        hits, mismatches = [], defaultdict(set)
         for each in records:
             if each.what == "save":
                 saves[each.name] = min(each.begin, saves.get(each.name, math.inf))
             elif each.what == "hit":
                 hits.append(each)
+            elif each.what == "mismatch":
+                mismatches[each.begin].add(each.name)
         yield from self.faults
         for name, spans in self._spans.items():
             if spans[0].begin < saves.get(name, math.inf):
                 yield f"published before any save: {Record('stored', *name, spans[0].begin, spans[0].begin)}"
+        for when, names in mismatches.items():
+            if not names & self._flipped:
+                yield f"wrong bytes were found at {when:.6f} where no bit was flipped: {len(names)} keys"
         for hit in hits:
             if not any(span.begin <= hit.end and hit.begin <= span.end for span in self._spans.get(hit.name, ())):
                 yield f"not published then: {hit}"

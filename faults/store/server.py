@@ -49,7 +49,10 @@ class WatchedServer(StoreServer):
                 if wanted is not None:
                     found = [slot for slot in found if views[0][slot].tobytes().startswith(wanted)]
                 if found:
-                    block = chance.choice(views)[chance.choice(found)]
+                    slot = chance.choice(found)
+                    published = space.slots.keys()
+                    self._write("flip", space.name, [key for key in published if space.slots.run([key]) == [slot]])
+                    block = chance.choice(views)[slot]
                     block[chance.randrange(block.size)] ^= 1 << chance.randrange(8)
                     return True
         return False

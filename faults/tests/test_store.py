@@ -56,6 +56,13 @@ def test_events_that_contradict_each_other_and_publishes_without_a_save_are_foun
     assert "published before any save" in unsaved
 
 
+def test_wrong_bytes_that_a_load_found_need_a_flipped_bit() -> None:
+    published = Published([*EVENTS[:3], at("flip", A, 4)])
+    assert not list(published.judge([*SAVES, at("mismatch", A, 5), at("mismatch", B, 5)]))  # one load of both
+    (found,) = published.judge([*SAVES, at("mismatch", B, 5)])
+    assert "no bit was flipped" in found
+
+
 def test_a_record_that_was_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with Journal(path) as journal:

@@ -92,6 +92,10 @@ class Engine(ABC):
         """Save blocks. Return if the store refuses them, or the save fails, too: the engine goes on then."""
 
     @abstractmethod
+    def give_up(self) -> None:
+        """Wait until the engine has lost patience with the save that is under way."""
+
+    @abstractmethod
     def find(self, keys: Sequence[bytes]) -> int:
         """Look keys up; return how many, from the first on, the store claims to have. The engine keeps the hit."""
 
@@ -243,6 +247,9 @@ class FolderEngine(Engine):
                 self._folder.meet()
             if self._dead:
                 raise Died
+
+    def give_up(self) -> None:
+        """It has no patience."""
 
     def find(self, keys: Sequence[bytes]) -> int:
         there = [self._folder.path / key.hex() for key in keys]

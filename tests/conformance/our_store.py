@@ -17,13 +17,14 @@ from llm_datadist.errors import LLMException
 from llm_datadist.store import StoreClient, StoreOptions, namespace
 from llm_datadist.views import tensor_views
 from tests.conformance.kv_stores import BLOCKS, USUAL, Engine, Identity, Shape, Store
-from tests.support.ends import Call, ChildEnd, begin_there, frozen, result_there
+from tests.support.ends import Call, ChildEnd, begin_there, frozen, result_there, runs_there
 from tests.support.kv import POISON
 from tests.support.linking import free_port
+from tests.support.moves import wait_until
 from tests.support.world import World, small_pool
 
 #: A busy machine answers late; a lookup that is given up is a miss.
-OPTIONS: Final = StoreOptions(lookup_ms=5000, pause_seconds=0.001)
+OPTIONS: Final = StoreOptions(lookup_ms=5000, save_ms=2000, pause_seconds=0.001)
 _PAGE: Final = 1 << 16
 
 
@@ -122,6 +123,9 @@ class OurEngine(Engine):
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         self.end.do(_save, keys, blocks)
+
+    def give_up(self) -> None:
+        wait_until(lambda: not self.end.do(runs_there, "save"))
 
     def find(self, keys: Sequence[bytes]) -> int:
         return self.end.do(_find, keys)

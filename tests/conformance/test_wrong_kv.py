@@ -93,6 +93,27 @@ def source_reused_during_a_save(store: Store) -> Verdict:
     return fetched(store.engine(IDENTITY), keys(1))
 
 
+def blocks_reused_after_a_save_was_given_up(store: Store) -> Verdict:
+    """The engine waits no longer for a slow save, and computes something else in the blocks."""
+    engine = store.engine(IDENTITY)
+    engine.compute(keys(1), [3])
+
+    def impatient() -> None:
+        engine.give_up()
+        engine.compute(keys(1, "others"), [3])
+
+    store.during_save(engine, keys(1), [3], impatient)
+    return fetched(store.engine(IDENTITY), keys(1))
+
+
+def found_during_a_save(store: Store) -> Verdict:
+    """A reader asks before the last byte has come."""
+    engine, reader, verdicts = store.engine(IDENTITY), store.engine(IDENTITY), []
+    engine.compute(keys(1), [3])
+    store.during_save(engine, keys(1), [3], lambda: verdicts.append(fetched(reader, keys(1))))
+    return verdicts[0]
+
+
 def saver_killed_during_a_save(store: Store) -> Verdict:
     """A torn write: a part of the bytes has come, and no more will. Another engine takes the dead one's name."""
     engine = store.engine(IDENTITY, name="first")
@@ -178,6 +199,8 @@ CAUSES: Final[dict[Callable[[Store], Verdict], int]] = {
     other_groups: 0,
     other_groups_saved: 2,
     source_reused_during_a_save: 0,
+    blocks_reused_after_a_save_was_given_up: 0,
+    found_during_a_save: 0,
     saver_killed_during_a_save: 0,
     failed_in_the_middle_of_a_run: 2,
     slots_reused_between_lookup_and_load: 4,
