@@ -23,8 +23,6 @@ from tests.support.linking import free_port
 from tests.support.moves import wait_until
 from tests.support.world import World, small_pool
 
-#: A busy machine answers late; a lookup that is given up is a miss.
-OPTIONS: Final = StoreOptions(lookup_ms=5000, save_ms=2000, pause_seconds=0.001)
 _PAGE: Final = 1 << 16
 
 
@@ -47,9 +45,11 @@ def _desc(shape: Shape) -> CacheDesc:
     return CacheDesc(shape.tensors, [BLOCKS, shape.nbytes], DataType.DT_UINT8)
 
 
-def _open(world: World, address: str, name: bytes, shape: Shape) -> None:
+def _open(world: World, address: str, name: bytes, shape: Shape, verify: bool) -> None:
     world.caches["kv"] = world.cm.allocate_blocks_cache(_desc(shape))
-    world.memory["client"] = client = StoreClient(world.dd, address, name, OPTIONS)
+    # A busy machine answers late; a lookup that is given up is a miss.
+    options = StoreOptions(lookup_ms=5000, save_ms=2000, pause_seconds=0.001, verify=verify)
+    world.memory["client"] = client = StoreClient(world.dd, address, name, options)
     assert client.connect(10.0)
     _write(world, range(BLOCKS), np.uint8(POISON))
 
@@ -144,12 +144,12 @@ class OurEngine(Engine):
 
 
 class OurStore(Store):
-    """A store process, stopped and killed as the causes ask for. A context manager."""
+    """A store process, stopped and killed as the causes ask for. Its readers compare digests if ``verify`` is set."""
 
     capacity = 8
 
-    def __init__(self, transport: str) -> None:
-        self._transport = transport
+    def __init__(self, transport: str, *, verify: bool = True) -> None:
+        self._transport, self._verify = transport, verify
         self._address = f"127.0.0.1:{free_port()}"
         self._folder = tempfile.TemporaryDirectory(prefix="wrong-kv-")
         self._numbers = count()
@@ -176,7 +176,7 @@ class OurStore(Store):
         number = self._ids.setdefault(name or f"engine {next(self._numbers)}", len(self._ids) + 1)
         end = ChildEnd(f"engine {number}")
         end.start("PROMPT", number, extra={"llm.Transport": self._transport}, sync_kv_timeout=5000, **small_pool())
-        end.do(_open, self._address, namespace_of(identity), shape)
+        end.do(_open, self._address, namespace_of(identity), shape, self._verify)
         self._engines.append(OurEngine(end, identity, shape))
         return self._engines[-1]
 
