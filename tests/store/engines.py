@@ -121,7 +121,8 @@ def put(world: World, keys: Sequence[bytes], blocks: Sequence[int], name: bytes 
 def save(world: World, keys: Sequence[bytes], blocks: Sequence[int], name: bytes = NS, of: str = "client") -> int:
     """Save keys from blocks that hold what belongs to them; return the number stored."""
     put(world, keys, blocks, name)
-    return world.memory[of].save(list(keys), world.caches["kv"], list(blocks))
+    stored: int = world.memory[of].save(list(keys), world.caches["kv"], list(blocks))
+    return stored
 
 
 def save_all(world: World, keys: Sequence[bytes], name: bytes = NS) -> int:
@@ -147,7 +148,8 @@ def release(world: World, hit: str = "hit") -> None:
 
 
 def hit_bytes(world: World, hit: str = "hit") -> bytes:
-    return world.memory[hit].to_bytes()
+    data: bytes = world.memory[hit].to_bytes()
+    return data
 
 
 def take_hit(world: World, data: bytes) -> None:
@@ -179,12 +181,14 @@ def hits(world: World, keys: Sequence[bytes], name: bytes = NS) -> int:
 
 
 def statistics(world: World) -> StoreStatistics:
-    world.memory["server"].check_integrity()
-    return world.memory["server"].statistics()
+    server: StoreServer = world.memory["server"]
+    server.check_integrity()
+    return server.statistics()
 
 
 def index(world: World) -> dict[bytes, list[bytes]]:
-    return world.memory["server"].index()
+    server: StoreServer = world.memory["server"]
+    return server.index()
 
 
 def all_events(world: World) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a store and its clients survive: kill -9, SIGSTOP, restarts, liars, interrupts, at gates of the store's pulls."""
+"""What a store and its clients survive: kill -9, SIGSTOP, restarts, liars, interrupts, at gates of its pulls."""
 
 import os
 import signal
@@ -72,10 +72,12 @@ def test_a_revoke_during_the_pull_publishes_nothing(transport: str, step: str, t
             assert saver.do(active_grants) == 0
             saver.do(e.put, keys_of(7, 8, 9), range(3))  # the next request
         wait_until(lambda: e.idle(store))
-        assert store.do(e.index) == {NS: []}
-        assert saver.do(e.save, keys, range(3)) == 3
+        # Over tcp the owner has compared the guard after the last byte: the store has what was granted.
+        told = (transport, step) == ("tcp", "after copy")
+        assert store.do(e.index) == {NS: keys if told else []}
+        assert store.do(e.statistics).namespaces[0].failed == (not told)
+        assert saver.do(e.save, keys, range(3)) == (0 if told else 3)
         assert saver.do(e.hits, keys) == 3
-        assert store.do(e.statistics).namespaces[0].failed == 1
 
 
 class Interrupted(Exception):
@@ -88,7 +90,7 @@ def interrupted_save(world: World, keys: list[bytes]) -> str:
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        world.memory["client"].save(keys, world.caches["kv"], range(3))
+        world.memory["client"].save(keys, world.caches["kv"], [0, 1, 2])
     except Interrupted:
         return "interrupted"
     finally:
@@ -118,7 +120,7 @@ def lookup_interrupted_often(world: World, keys: list[bytes], times: int) -> int
             try:
                 timer.start()
                 hit = client.lookup(keys)
-                client.load(hit, cache, range(len(hit)))
+                client.load(hit, cache, list(range(len(hit))))
                 timer.join()
             except Interrupted:
                 count += 1
@@ -169,7 +171,8 @@ def test_a_stopped_reader_keeps_its_slots_and_holds_up_nobody() -> None:
         saver.do(e.save, keys, range(8))
         assert reader.do(e.look_up, keys) == 8
         with frozen(reader):
-            assert saver.do(e.save_all, keys_of(*range(20, 44))) == 24
+            for first in (20, 30, 40):
+                assert saver.do(e.save, keys_of(*range(first, first + 8)), range(8)) == 8
             assert saver.do(e.hits, keys) == 8
         reader.do(e.loads_right, keys, range(8))
 
@@ -268,7 +271,8 @@ def test_a_liar_that_changes_what_it_lends_spoils_its_own_keys_only() -> None:
 
 
 def save_as_is(world: World, keys: list[bytes]) -> int:
-    return world.memory["client"].save(keys, world.caches["kv"], range(len(keys)))
+    stored: int = world.memory["client"].save(keys, world.caches["kv"], list(range(len(keys))))
+    return stored
 
 
 def raw_questions(world: World, rounds: int) -> int:
