@@ -8,7 +8,7 @@ PINNED := env PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.tx
 PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-compat test-deploy test-site wheels test-wheels asan model faults \
+.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-compat test-deploy test-site test-store wheels test-wheels asan model faults \
 	trials brittle mutation \
 	bench compare lint docs clean
 
@@ -27,6 +27,7 @@ help:
 	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in .venv-full"
+	@echo "make test-store  the prefix store: its tests, wrong KV, and a minute of its campaign of faults (STORE='--seconds 600 --seed 1')"
 	@echo "make test-compat  this build beside others: a link between both, and a rolling upgrade; in .venv-full and build/compat"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
@@ -101,6 +102,12 @@ WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(TEST),-n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+
+# The tests of the prefix store, then its campaign, or what STORE says of it.
+STORE ?= --seconds 60
+test-store: $(STAMP)
+	@$(BIN)/python -m pytest tests/store tests/conformance/test_wrong_kv.py faults/tests/test_store.py
+	@$(BIN)/python -m faults store $(STORE)
 
 test-torch: $(FULL_VENV)/.installed
 	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py

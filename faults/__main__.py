@@ -14,6 +14,7 @@ PROGRAMS: Final = {
     "grants": "faults.grants",
     "interrupts": "faults.interrupts",
     "rebind": "faults.rebind",
+    "store": "faults.store.command",
     "stuck-readers": "faults.stuck_readers",
     "tamper": "faults.tamper",
     "trials": "faults.trials",

@@ -1,0 +1,1 @@
+"""The campaign against the prefix store."""

@@ -1,0 +1,437 @@
+"""Clients of the campaign, each a process: savers, readers, and liars that misuse what a client can.
+
+A client runs in the main thread of its process, so that a timer's handler can raise in each call. What it loads is
+compared byte by byte with the oracle. What a failed or interrupted call may have written is overwritten at once, and
+has to stay so: later bytes are late ones.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from faults.campaign.interrupted import Bell
+from faults.campaign.journal import Interrupted
+from faults.gates import Gate, watched
+from faults.store.history import Journal, Record, errors_logged, stop_once
+from llm_datadist import CacheDesc, DataType
+from llm_datadist.errors import ChecksumMismatch, LLMException, ParamError
+from llm_datadist.store import Hit, StoreClient, StoreOptions, namespace
+from llm_datadist.views import tensor_views
+from tests.support.kv import POISON, bytes_of, key_of
+from tests.support.world import World
+
+#: No call of a client takes longer, whatever happens to the store. Stops of the client's own process are shorter.
+HANG_SECONDS: Final = 30.0
+#: A machine with more processes than cores answers late.
+OPTIONS: Final = StoreOptions(lookup_ms=300, pause_seconds=0.2)
+#: Blocks of a client's cache, and the most of one call.
+BLOCKS, RUN = 24, 8
+
+
+@dataclass(frozen=True)
+class Space:
+    """A namespace, its geometry, and how many keys its clients use."""
+
+    number: int
+    tensors: int
+    nbytes: int
+    keys: int
+
+    @property
+    def namespace(self) -> bytes:
+        return namespace(
+            fingerprint=b"campaign",
+            tp_size=1,
+            tp_rank=0,
+            hash_algorithm="sha256_cbor",
+            hash_seed="0",
+            salt=f"tenant {self.number}",
+        )
+
+    def key(self, number: int) -> bytes:
+        return key_of(f"space {self.number}", number)
+
+    def bytes_of(self, key: bytes) -> Any:
+        return bytes_of(self.namespace, key, self.tensors, self.nbytes)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Orders to one client."""
+
+    role: str
+    number: int  # its cluster id
+    seed: str
+    folder: Path  # of the epoch: the file "stop" ends all clients; gates are folders in "gates"
+    address: str
+    space: Space
+
+
+def run(world: World, task: Task) -> Counter[str]:
+    """Be a client until the epoch is over; return counts, those of faults under names that begin with FAULT."""
+    return ROLES[task.role](world, task).run()
+
+
+#: Begins the name of what must not be.
+FAULT: Final = "FAULT: "
+
+
+class Client:
+    """One client with a cache. Steps are chosen by chance."""
+
+    steps: ClassVar[dict[str, float]]  # name of a method -> weight
+    #: Steps of the library at which this client is stopped at times.
+    gates: ClassVar[Sequence[str]] = ()
+
+    def __init__(self, world: World, task: Task) -> None:
+        self.world, self.task, self.space = world, task, task.space
+        self.counts: Counter[str] = Counter()
+        self.chance = random.Random(task.seed)
+        self._bell = Bell()
+        self.failed: type[LLMException] | None = None  # the last call, so
+        self._errors = errors_logged()
+        desc = CacheDesc(self.space.tensors, [BLOCKS, self.space.nbytes // 8], DataType.DT_UINT64)
+        self.cache = world.cm.allocate_blocks_cache(desc)
+        self._views = [view.reshape(BLOCKS, -1).view(np.uint8) for view in tensor_views(self.cache)]
+        self.overwrite(range(BLOCKS))
+
+    def run(self) -> Counter[str]:
+        stop = self.task.folder / "stop"
+        with (
+            Journal(self.task.folder / f"{self.task.role} {self.task.number} {time.monotonic_ns()}.journal") as journal,
+            closing(self),
+        ):
+            self.journal = journal
+            self.client = self._opened()
+            names, weights = list(self.steps), list(self.steps.values())
+            while not stop.exists():
+                getattr(self, self.chance.choices(names, weights)[0])()
+        self.world.cm.deallocate_blocks_cache(self.cache)
+        for each in self._errors:
+            self.fault(f"logged: {each}")
+        return self.counts
+
+    # --- memory ---
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        for view in self._views:
+            view[list(blocks)] = POISON
+
+    def write(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        for key, block in zip(keys, blocks, strict=True):
+            for view, words in zip(self._views, self.space.bytes_of(key), strict=True):
+                view[block] = words
+
+    def wrong(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        return sum(
+            int((view[block] != words).sum())
+            for key, block in zip(keys, blocks, strict=True)
+            for view, words in zip(self._views, self.space.bytes_of(key), strict=True)
+        )
+
+    def untouched(self, blocks: Sequence[int] = range(BLOCKS)) -> None:
+        """Blocks that no call may write hold what was written last."""
+        changed = sum(int((view[list(blocks)] != POISON).sum()) for view in self._views)
+        if changed:
+            self.fault(f"{changed} bytes in blocks that no call addresses")
+            self.overwrite(blocks)
+
+    # --- calls ---
+
+    def fault(self, text: str) -> None:
+        self.counts[FAULT + text] += 1
+
+    def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call, at times under a timer that rings, at times with a gate; return None if it failed."""
+        began, bound = time.monotonic(), partial(function, *args, **kwargs)
+        self.failed = None
+        try:
+            if self.gates and self.chance.random() < 0.02:
+                value = self._through_a_gate(bound)
+            elif self.chance.random() < 0.2:
+                value = self._bell.call(self.chance, lambda late: None, bound)
+            else:
+                value = bound()
+        except Interrupted:
+            self.counts[f"{what} interrupted"] += 1
+            return None
+        except LLMException as error:
+            self.counts[f"{what} {type(error).__name__}"] += 1
+            self.failed = type(error)
+            return None
+        except Exception as error:  # noqa: BLE001 (all of them are judged)
+            self.fault(f"{what}: untyped {error!r}")
+            return None
+        finally:
+            if (took := time.monotonic() - began) > HANG_SECONDS:
+                self.fault(f"{what}: hung for {took:.0f} s")
+        self.counts[what] += 1
+        return value
+
+    def _through_a_gate(self, function: Callable[[], Any]) -> Any:
+        """Call; stop the first thread that comes to a step, until the supervisor has decided what happens there."""
+        step = self.chance.choice(self.gates)
+        name = f"{self.task.role} {self.task.number} {time.monotonic_ns()} {step}"
+        folder = self.task.folder / "gates" / name
+        folder.mkdir(parents=True)
+        with watched(stop_once(step, Gate(folder))):
+            return function()
+
+    def choose(self) -> tuple[list[bytes], list[int]]:
+        """Return a run of keys, some in the middle of the space, and blocks for them."""
+        first = self.chance.randrange(self.space.keys)
+        count = self.chance.randint(1, min(RUN, self.space.keys - first))
+        return [self.space.key(first + each) for each in range(count)], self.chance.sample(range(BLOCKS), count)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def reopen(self) -> None:
+        """Close the client and make another one, as an engine that restarts in good order."""
+        self.client.close()
+        self.client = self._opened()
+
+    def _opened(self) -> StoreClient:
+        client = StoreClient(self.world.dd, self.task.address, self.space.namespace, OPTIONS)
+        client.connect(2.0)  # there may be no store now
+        return client
+
+    def note(self, what: str, keys: Sequence[bytes], begin: float, end: float) -> None:
+        self.journal.write(Record(what, self.space.namespace, key, begin, end) for key in keys)
+
+
+class Saver(Client):
+    """Computes blocks and saves them. As soon as a save has ended, for whatever reason, it uses the blocks again."""
+
+    steps: ClassVar = {"save": 20, "save_again": 2, "pause": 2, "reopen": 1}
+    gates: ClassVar = ("send", "sent", "handle", "handled")
+
+    def save(self) -> None:
+        self._save(*self.choose())
+
+    def _save(self, keys: list[bytes], blocks: list[int]) -> None:
+        self.untouched()
+        self.write(keys, blocks)
+        now = time.monotonic()
+        self.note("save", keys, now, now)
+        stored = self.call("save", self.client.save, keys, self.cache, blocks)
+        if stored is not None:
+            self.counts["keys stored"] += stored
+            if not 0 <= stored <= len(keys):
+                self.fault(f"save of {len(keys)} keys returned {stored}")
+        if self.wrong(keys, blocks):
+            self.fault("the blocks of a save were written")
+        self.overwrite(blocks)
+
+    def save_again(self) -> None:
+        keys, blocks = self.choose()
+        self._save(keys, blocks)
+        self._save(keys, blocks)
+
+    def pause(self) -> None:
+        time.sleep(self.chance.random() * 0.05)
+
+
+class Reader(Client):
+    """Looks keys up, loads them in all orders and ways, and compares every byte."""
+
+    steps: ClassVar = {
+        "read": 12, "read_twice": 2, "read_late": 2, "read_handed_over": 2, "give_back": 2,
+        "read_given_back": 1, "forget": 1, "reopen": 1,
+    }  # fmt: skip
+    gates: ClassVar = ("guards", "copy", "copied", "send", "sent")
+
+    def look(self) -> tuple[Hit, list[bytes], list[int]] | None:
+        keys, blocks = self.choose()
+        begin = time.monotonic()
+        hit = self.call("lookup", self.client.lookup, keys)
+        end = time.monotonic()
+        if not hit:
+            time.sleep(0.001)  # a store that is gone is a miss at once
+            return None
+        self.counts["hits"] += 1
+        found = keys[: len(hit)]
+        self.note("hit", found, begin, end)
+        return hit, found, blocks[: len(hit)]
+
+    def load(self, what: str, hit: Hit, keys: list[bytes], blocks: list[int], **options: Any) -> bool:
+        """Load and compare; leave the blocks overwritten."""
+        self.untouched()
+        loaded = self.call(what, self._load, hit, blocks, options)
+        if loaded:
+            self.counts["bytes compared"] += len(keys) * self.space.tensors * self.space.nbytes
+            if wrong := self.wrong(keys, blocks):
+                self.fault(f"{what}: {wrong} wrong bytes")
+        elif self.failed is ChecksumMismatch:
+            now = time.monotonic()
+            self.note("mismatch", keys, now, now)
+        self.overwrite(blocks)
+        return bool(loaded)
+
+    def _load(self, hit: Hit, blocks: list[int], options: dict[str, Any]) -> bool:
+        self.client.load(hit, self.cache, blocks, **options)
+        return True
+
+    def read(self) -> None:
+        if seen := self.look():
+            self.load("load", *seen)
+
+    def read_twice(self) -> None:
+        if seen := self.look():
+            self.load("load, kept", *seen, release=False)
+            self.load("load again", *seen)
+
+    def read_late(self) -> None:
+        if seen := self.look():
+            time.sleep(self.chance.random() * 0.2)
+            self.load("load, late", *seen)
+
+    def read_handed_over(self) -> None:
+        if seen := self.look():
+            hit, keys, blocks = seen
+            self.load("load, handed over", Hit.from_bytes(hit.to_bytes()), keys, blocks, release=False)
+            self.call("release", self.client.release, hit)
+
+    def give_back(self) -> None:
+        if seen := self.look():
+            self.call("release", self.client.release, seen[0])
+
+    def read_given_back(self) -> None:
+        """Use a hit that was given back: an error, or by luck the right bytes."""
+        if seen := self.look():
+            self.call("release", self.client.release, seen[0])
+            time.sleep(self.chance.random() * 0.05)
+            self.load("load, given back", *seen)
+
+    def forget(self) -> None:
+        self.look()
+
+
+class Liar(Client):
+    """Misuses what a client has. It may spoil the keys that it saves itself: they are of a space of its own."""
+
+    steps: ClassVar = {
+        "scribble": 4,
+        "other_geometry": 2,
+        "bad_hits": 4,
+        "hoard": 2,
+        "nonsense": 3,
+        "intrude": 0.2,
+        "reopen": 1,
+    }
+
+    def own(self) -> tuple[list[bytes], list[int]]:
+        count = self.chance.randint(1, RUN)
+        numbers = self.chance.sample(range(4 * RUN), count)
+        return [key_of("lies", number) for number in numbers], self.chance.sample(range(BLOCKS), count)
+
+    def _note_own(self, keys: Sequence[bytes]) -> None:
+        now = time.monotonic()
+        self.note("save", keys, now, now)
+
+    def scribble(self) -> None:
+        """Change the blocks while the store pulls them."""
+        keys, blocks = self.own()
+        self._note_own(keys)
+        over = threading.Event()
+
+        def change() -> None:
+            while not over.is_set():
+                for view in self._views:
+                    view[blocks] += 1
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        try:
+            self.call("lie: scribbled save", self.client.save, keys, self.cache, blocks)
+        finally:
+            over.set()
+            thread.join()
+
+    def other_geometry(self) -> None:
+        """Save and load with caches whose blocks have another shape than the namespace's."""
+        desc = CacheDesc(self.space.tensors + 1, [RUN, self.space.nbytes // 16], DataType.DT_UINT64)
+        cache = self.world.cm.allocate_blocks_cache(desc)
+        keys, _ = self.own()
+        self._note_own(keys)
+        blocks = list(range(len(keys)))
+        self.call("lie: other geometry saved", self.client.save, keys, cache, blocks)
+        if hit := self.call("lookup", self.client.lookup, [self.space.key(0)]):
+            self.call("lie: other geometry loaded", self.client.load, hit, cache, [0])
+        with suppress(LLMException):
+            self.world.cm.deallocate_blocks_cache(cache)
+
+    def bad_hits(self) -> None:
+        """Load hits with changed bits, cut ones, and those of others after they were released."""
+        hit = self.call("lookup", self.client.lookup, [self.space.key(self.chance.randrange(self.space.keys))])
+        if not hit:
+            return
+        data = bytearray(hit.to_bytes())
+        for _ in range(self.chance.randint(1, 4)):
+            data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)
+        for forged in (bytes(data), bytes(data[: self.chance.randrange(len(data))]), self.chance.randbytes(64)):
+            made = self.call("lie: forged hit", Hit.from_bytes, forged)
+            if made is not None and 0 < len(made) <= BLOCKS:
+                self.call("lie: forged load", self.client.load, made, self.cache, list(range(len(made))))
+                self.call("lie: forged release", self.client.release, made)
+        self.call("release", self.client.release, hit)
+        self.call("lie: second release", self.client.release, hit)
+
+    def hoard(self) -> None:
+        """Look up much, release nothing, and go away after a while."""
+        hits = [self.call("lookup", self.client.lookup, self.choose()[0]) for _ in range(50)]
+        time.sleep(self.chance.random() * 0.2)
+        hits.clear()
+        self.reopen()
+
+    def intrude(self) -> None:
+        """Save in a namespace for which the store has no room, unless it displaces another."""
+        space = replace(self.space, number=self.chance.randrange(100, 110))
+        keys, blocks = self.own()
+        now = time.monotonic()
+        self.journal.write(Record("save", space.namespace, key, now, now) for key in keys)
+        with closing(StoreClient(self.world.dd, self.task.address, space.namespace, OPTIONS)) as client:
+            if client.connect(1.0):
+                self.call("lie: save in another namespace", client.save, keys, self.cache, blocks)
+
+    def nonsense(self) -> None:
+        """Calls with arguments that no sound client has."""
+        keys, blocks = self.own()
+        self._note_own(keys)
+        for what, args in (
+            ("twice the same key", (keys[:1] * 2, self.cache, blocks[:1] * 2)),
+            ("blocks out of range", (keys, self.cache, [BLOCKS + each for each in blocks])),
+            ("fewer blocks than keys", (keys, self.cache, blocks[1:])),
+            ("no keys", ([], self.cache, [])),
+            ("an empty key", ([b""], self.cache, [0])),
+            ("a long key", ([bytes(1 << 16)], self.cache, [0])),
+        ):
+            with suppress(TypeError, ParamError):
+                self.call(f"lie: {what}", self.client.save, *args)
+
+
+ROLES: Final = {"saver": Saver, "reader": Reader, "liar": Liar}
+
+
+def refill(world: World, address: str, space: Space, count: int) -> int:
+    """Save as many new keys as the namespace has slots; return how many of them it does not have then."""
+    desc = CacheDesc(space.tensors, [BLOCKS, space.nbytes // 8], DataType.DT_UINT64)
+    cache = world.cm.allocate_blocks_cache(desc)
+    keys = [key_of(f"refill {space.number}", number) for number in range(count)]
+    patient = StoreOptions(lookup_ms=10_000, pause_seconds=0.001)
+    with closing(StoreClient(world.dd, address, space.namespace, patient)) as client:
+        assert client.connect(10.0)
+        # By one call, because SIEVE may evict new keys, but none that is being filled.
+        stored = client.save(keys, cache, [0] * count)
+        found = sum(len(client.lookup([key])) for key in keys)
+    world.cm.deallocate_blocks_cache(cache)
+    return count - min(stored, found)

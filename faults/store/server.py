@@ -1,0 +1,149 @@
+"""The store's process in the campaign and in tests of wrong KV: gates, flipped bits, its events with their times."""
+
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from faults.gates import Gate, watched
+from faults.store.history import Journal, Record, errors_logged, stop_once
+from llm_datadist._native import steps
+from llm_datadist.store import STORE_ID, StoreServer
+from llm_datadist.views import tensor_views
+from tests.support.moves import wait_until
+from tests.support.world import World
+
+#: Steps at which a store can be stopped: of its pulls, of its control thread, and "tell": its index has changed, which
+#: nobody can have seen yet, and its event is not told.
+STEPS: Final = ("ask", "answer", "guards", "copy", "copied", "handle", "handled", "tell")
+_NOBODY: Final = bytes(32)
+
+
+class WatchedServer(StoreServer):
+    """A store that writes its events into a journal, at the moment of the change."""
+
+    def __init__(self, *args: Any, journal: Journal, **settings: Any) -> None:
+        self._journal = journal
+        super().__init__(*args, **settings)
+        self._write("cleared", _NOBODY, [_NOBODY])
+
+    def _tell(self, kind: str, name: bytes, keys: list[bytes]) -> None:
+        if steps.watch is not None:
+            steps.watch("tell", self, kind)
+        super()._tell(kind, name, keys)
+        self._write(kind, name, [_NOBODY] if kind == "cleared" else keys)
+
+    def _write(self, kind: str, name: bytes, keys: list[bytes]) -> None:
+        now = time.monotonic()
+        self._journal.write(Record(kind, name, key, now, now) for key in keys)
+
+    def flip(self, chance: random.Random, wanted: bytes | None = None) -> bool:
+        """Flip a bit of a published slot, of the one whose first tensor begins with ``wanted``; False without one."""
+        with self._lock:  # nobody fills the slot meanwhile
+            for space in chance.sample(list(self._spaces.values()), len(self._spaces)):
+                views = [each.reshape(space.slots.count, -1).view(np.uint8) for each in tensor_views(space.cache)]
+                found = space.slots.published_of(range(space.slots.count))
+                if wanted is not None:
+                    found = [slot for slot in found if views[0][slot].tobytes().startswith(wanted)]
+                if found:
+                    slot = chance.choice(found)
+                    published = space.slots.keys()
+                    self._write("flip", space.name, [key for key in published if space.slots.run([key]) == [slot]])
+                    block = chance.choice(views)[slot]
+                    block[chance.randrange(block.size)] ^= 1 << chance.randrange(8)
+                    return True
+        return False
+
+
+def start(world: World, address: str, memory: int, transport: str, journal: Path, namespaces: int = 3) -> int:
+    """Begin to serve; return the port."""
+    options = {"llm.Transport": transport, "llm.PeerTimeout": "2"}
+    world.memory["journal"] = Journal(journal)
+    world.memory["errors"] = errors_logged()
+    world.memory["server"] = server = WatchedServer(
+        memory, address, namespaces=namespaces, options=options, journal=world.memory["journal"]
+    )
+    return server.port
+
+
+def stop(world: World) -> None:
+    """Check every table and end."""
+    server: WatchedServer = world.memory.pop("server")
+    server.check_integrity()
+    server.close()
+    world.memory.pop("journal").close()
+    world.memory.clear()
+
+
+def shut(world: World, step: str, folder: Path) -> None:
+    """Stop the first thread that comes to a step from now on."""
+    if (last := world.memory.pop("gate", None)) is not None:
+        last.close()
+    world.memory["gate"] = stack = ExitStack()
+    stack.enter_context(watched(stop_once(step, Gate(folder))))
+
+
+def flip(world: World, seed: float, wanted: bytes | None = None) -> bool:
+    return bool(world.memory["server"].flip(random.Random(seed), wanted))
+
+
+def index(world: World) -> set[tuple[bytes, bytes]]:
+    return {(name, key) for name, keys in world.memory["server"].index().items() for key in keys}
+
+
+def replayed(world: World) -> set[tuple[bytes, bytes]] | None:
+    """Return the index that the store's own events give; None if it has forgotten the first ones."""
+    found: set[tuple[bytes, bytes]] = set()
+    after, server = 0, world.memory["server"]
+    while (told := server.events(after))[1]:
+        oldest, events = told
+        if oldest != 1:
+            return None
+        for event in events:
+            keys = {(event.namespace, key) for key in event.keys}
+            found = found | keys if event.kind == "stored" else found - keys
+            if event.kind == "cleared":
+                found = {each for each in found if each[0] != event.namespace}
+        after = events[-1].number
+    return found
+
+
+def slots(world: World) -> dict[bytes, int]:
+    """Return how many slots each namespace has."""
+    return {bytes.fromhex(each.namespace): each.slots for each in world.memory["server"].statistics().namespaces}
+
+
+def left_over(world: World, seconds: float = 15.0) -> str:
+    """Return what is neither free nor published although nobody uses the store any more; empty: nothing."""
+    server: WatchedServer = world.memory["server"]
+
+    def found() -> list[str]:
+        now = server.statistics()
+        return [
+            str(each)
+            for each in now.namespaces
+            if each.filling or each.loads or each.free + each.published != each.slots
+        ] + [f"{now.waiting} saves wait"] * bool(now.waiting)
+
+    limit = time.monotonic() + seconds
+    while (left := found()) and time.monotonic() < limit:
+        time.sleep(0.05)
+    server.check_integrity()
+    # A flipped bit is an error, too.
+    return "; ".join([*left, *(each for each in world.memory["errors"] if "changed in memory" not in each)])
+
+
+def linked(world: World) -> set[int]:
+    """Return the clusters that are linked to the store."""
+    return {each.remote_cluster_id for each in world.memory["server"].datadist.statistics().links}
+
+
+def alone(world: World, cluster_id: int) -> None:
+    """Wait until a cluster is not linked any more."""
+    wait_until(lambda: cluster_id not in linked(world))
+
+
+__all__ = ["STEPS", "STORE_ID", "flip", "index", "left_over", "linked", "replayed", "shut", "slots", "start", "stop"]
