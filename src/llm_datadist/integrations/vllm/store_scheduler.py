@@ -109,7 +109,7 @@ class StoreScheduler:
         self._adapters = Adapters(vllm_config.lora_config)
         self._address = vllm_config.kv_transfer_config.get_from_extra_config("store", None)
         self._datadist = start_instance(vllm_config, secrets.randbits(63), None, 0)
-        self._clients: list[StoreClient] = []  # by rank, once the workers have told their namespaces
+        self.clients: list[StoreClient] = []  # by rank, once the workers have told their namespaces
         self._requests: dict[str, _Asked] = {}
         self._loading: dict[str, list[Hit]] = {}  # by request, until all ranks have reported
         self._saves: dict[int, _Save] = {}  # by number, the oldest first
@@ -121,7 +121,7 @@ class StoreScheduler:
 
     def needs_steps(self) -> bool:
         """Return True until the namespaces are known, and while saves run."""
-        return bool(self._saves or not self._clients)
+        return bool(self._saves or not self.clients)
 
     def frees_soon(self) -> bool:
         """Return True if blocks are likely to become free in a moment."""
@@ -152,7 +152,7 @@ class StoreScheduler:
         asked = self._requests.get(request.request_id)
         if asked is None or not asked.may_load:
             return 0
-        if not self._clients:
+        if not self.clients:
             return None
         first = num_computed // self._block_tokens
         if not asked.hits or asked.first != first:
@@ -164,10 +164,10 @@ class StoreScheduler:
     def _look_up(self, keys: list[bytes]) -> list[Hit]:
         """Return equally long hits, one for each rank; none if a rank's is empty."""
         hits: list[Hit] = []
-        for client in self._clients if keys else ():
+        for client in self.clients if keys else ():
             hits.append(client.lookup(keys))
             keys = keys[: len(hits[-1])]
-        for rank, client in enumerate(self._clients if keys else ()):
+        for rank, client in enumerate(self.clients if keys else ()):
             if len(hits[rank]) > len(keys):
                 client.release(hits[rank])
                 hits[rank] = client.lookup(keys)
@@ -177,7 +177,7 @@ class StoreScheduler:
         return hits
 
     def _release(self, hits: list[Hit]) -> None:
-        for client, hit in zip(self._clients, hits, strict=False):
+        for client, hit in zip(self.clients, hits, strict=False):
             client.release(hit)
         hits.clear()
 
@@ -208,7 +208,7 @@ class StoreScheduler:
         events: list[BlockStored] = []
         room = self._most - sum(len(each.blocks) for each in self._saves.values())
         state = step.kv_connector_block_state
-        for request_id, tokens in step.num_scheduled_tokens.items() if self._clients and state else ():
+        for request_id, tokens in step.num_scheduled_tokens.items() if self.clients and state else ():
             asked = self._requests.get(request_id)
             if asked is None:
                 continue
@@ -255,7 +255,7 @@ class StoreScheduler:
         told = output.kv_connector_worker_meta
         if isinstance(told, StoreTold):
             for _, space in sorted(told.namespaces.items()):
-                self._clients.append(StoreClient(self._datadist, self._address, space))
+                self.clients.append(StoreClient(self._datadist, self._address, space))
             for number, ranks in told.ended.items():
                 self._end_save(number, ranks, failed=number in told.failed)
         for request_id in output.finished_recving or ():
@@ -269,7 +269,7 @@ class StoreScheduler:
         save = self._saves[number]
         save.ranks += ranks
         save.failed |= failed
-        if save.ranks == len(self._clients):
+        if save.ranks == len(self.clients):
             del self._saves[number]
             self.pool.free_blocks(reversed(save.blocks))
             if not save.failed:
@@ -277,6 +277,6 @@ class StoreScheduler:
 
     def stop(self) -> None:
         """End all lookups, then the LLMDataDist. Idempotent."""
-        for client in self._clients:
+        for client in self.clients:
             client.close()
         self._datadist.finalize()
