@@ -106,6 +106,9 @@ DATADIST_EXTENSIONS: Final = {
     "explain": "(self, remote_cluster_id)",
     "explain_communicator": "(self, comm_id)",
     "check_integrity": "(self)",
+    "ask": "(self, remote_cluster_id, name, body, timeout=3000)",
+    "answer_questions": "(self, name, handler)",
+    "on_peer_lost": "(self, callback)",
     "link_clusters_async": DATADIST["link_clusters"],
     "unlink_clusters_async": DATADIST["unlink_clusters"],
 }
@@ -300,7 +303,11 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
     assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
         f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
-    } | {"claim_grant": "(self, cluster_id, token, readers=1, wait=True)"}  # docs/interface.md
+    } | {  # §6.16 and §6.17 of docs/interface.md
+        "claim_grant": "(self, cluster_id, token, readers=1, wait=True)",
+        "release_grant": "(self, cluster_id, token)",
+        "digest_blocks": "(self, cache, blocks, nonce)",
+    }
     for name in AWAITED:
         call, awaited = getattr(CacheManager, name), getattr(CacheManager, f"{name}_async")
         now, later = inspect.signature(call), inspect.signature(awaited)

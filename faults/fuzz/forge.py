@@ -249,6 +249,7 @@ FIELDS: Final[dict[str, Callable[[random.Random], Any]]] = {
     "claim.token": _token,
     "claimended.token": _token,
     "readers": _one_of(0, 1, 1, 1, 2, 1025),
+    "name": _one_of("echo", "echo", "", "x" * 64, "x" * 65),
     "claim.budget_ms": _one_of(0, 1, 60_000, 2**63 - 1),
     "grant": _grant,
 }
@@ -303,7 +304,7 @@ _WEIGHTS: Final = {
     4: "resolved claimended",
     3: "failed beat ping nixlask nixlsaid",
     2: "pong unlinkrequest unlinkack unlinkcancel authenticate laneslost located claimed claimover verified",
-    1: "authenticated",
+    1: "authenticated question answer",
 }
 #: What a linked peer says, and how often.
 LINK: Final = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}

@@ -12,15 +12,20 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
+from llm_datadist._native.plan import NONCE_BYTES
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
-from llm_datadist._transfer.grants import check_token, claim_grant, give_back
+from llm_datadist._transfer.checksum import digest_blocks
+from llm_datadist._transfer.grants import check_token, claim_grant, give_back, release_grant
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llm_datadist._transfer.calls import Config, Pending
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
@@ -342,13 +347,15 @@ class CacheManager(EngineUser):
     ) -> Pending:
         """Pull blocks, or a row, of a peer's cache into blocks of ``dst_cache``.
 
-        With a BlocksCacheKey, ``src_blocks[i]`` goes to ``dst_blocks[i]``, in list order (interface R26). Any other key
+        With a BlocksCacheKey, or a grant, ``src_blocks[i]`` goes to ``dst_blocks[i]`` (interface R26). Any other key
         names a row, whose i-th piece of one block goes to ``dst_blocks[i]``; the last piece may be short. A row pull
         consumes its key as :meth:`pull_cache` does.
 
         Args:
-            src_cache_key: Peer cache or row; its cluster id selects the link.
-            src_blocks: Peer block numbers, only with a BlocksCacheKey; list, tuple or (extension) 1-D integer array.
+            src_cache_key: Peer cache or row; its cluster id selects the link. With a grant also its blocks cache by id,
+                with batch index 0.
+            src_blocks: Peer block numbers, only with a BlocksCacheKey or a grant; list, tuple or (extension) 1-D
+                integer array.
             dst_blocks: Local block numbers.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
             grant: Permission for these blocks; the pull fails if it ends before the last byte. An extension.
@@ -367,12 +374,12 @@ class CacheManager(EngineUser):
         if not dst_cache.is_blocks_cache:
             raise ParamError("dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
-        arguments.check_pull_blocks(src_cache_key, sources, targets)
+        arguments.check_pull_blocks(src_cache_key, sources, targets, grant)
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
         call = transfer_call(engine, "pull_blocks", "dst_cache", dst_cache, name, layers)
-        pairs = isinstance(src_cache_key, BlocksCacheKey)
+        pairs = grant is not None or isinstance(src_cache_key, BlocksCacheKey)
         return partial(calls.pull_blocks, call, sources if pairs else None, targets, grant)
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
@@ -401,6 +408,47 @@ class CacheManager(EngineUser):
         check_rule(1 <= count <= MAX_READERS, f"readers: {count}, it must be in [1, {MAX_READERS}]")
         with engine.meters.call("claim_grant", [cluster_id]):
             return claim_grant(engine.links, cluster_id, named, count, engine.deadline(), wait=wait)
+
+    def release_grant(self, cluster_id: int, token: bytes) -> None:
+        """Tell the owner that this reader of its grant has finished. An extension.
+
+        For grants that the owner gave to this instance (``Cache.grant(..., peer=...)``), also for one whose message has
+        not come: messages of a link keep their order. The call does not wait. Unknown tokens, clusters without a
+        link: no-op, as a link's end has ended its grants.
+
+        Raises:
+            ParamError: ``token`` not of 16 bytes.
+        """
+        engine = self._engine
+        release_grant(engine.links, check_uint64("cluster_id", cluster_id), check_token(token))
+
+    def digest_blocks(self, cache: Cache, blocks: BlockNumbers, nonce: bytes) -> NDArray[np.uint64]:
+        """Return a digest of each block, over its bytes in all tensors. An extension.
+
+        Equal bytes have equal digests, at every instance with the same ``nonce``; other bytes have others, but for
+        chance (1 in 2**64 or less), if they were written without knowledge of the nonce.
+
+        Args:
+            nonce: 16 bytes.
+
+        Returns:
+            Shape ``(len(blocks), 2)``, in the order of ``blocks``.
+
+        Raises:
+            ParamError: A block outside the cache, or ``nonce`` not of 16 bytes.
+            DeadlineExceeded: Longer than ``sync_kv_timeout``.
+        """
+        engine = self._engine
+        check(ARGUMENTS, cache=cache)
+        check_rule(cache.is_blocks_cache, "cache: not a blocks cache")
+        numbers, key = parse_blocks("blocks", blocks), check_type("nonce", nonce, bytes)
+        check_rule(len(key) == NONCE_BYTES, f"nonce: {len(key)} bytes, it must have {NONCE_BYTES}")
+        cache_id = calls.local_id(engine, "digest_blocks", "cache", cache)
+        with engine.meters.span("digest_blocks", "id=%d %d blocks", cache_id, blocks=len(numbers)) as span:
+            digests, span.nbytes = digest_blocks(
+                engine.store, engine.initiator.pool, cache_id, numbers, key, engine.deadline()
+            )
+        return digests
 
     _give_back = staticmethod(give_back)  # for a claim whose caller never gets the grant
 

@@ -29,7 +29,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
-from llm_datadist._transfer import linking
+from llm_datadist._transfer import linking, questions
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llm_datadist.kv_cache_manager import KvCacheManager
     from llm_datadist.metrics import CommunicatorStatistics, LinkStatistics, Statistics
     from llm_datadist.types.enums import RegisterMemStatus
+    from llm_datadist.types.question import PeerQuestion
 
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
@@ -393,6 +394,51 @@ class LLMDataDist:
         """
         engine = self._life.require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()
+
+    def ask(self, remote_cluster_id: int, name: str, body: bytes, timeout: int = 3000) -> bytes:
+        """Ask a peer a question of the users' own; return the answer. An extension.
+
+        The peer's handler of ``name`` answers (:meth:`answer_questions`). Questions of one thread come in their order.
+
+        Args:
+            name: 1 to 64 characters.
+            body: At most 1,048,064 bytes, which this library does not read.
+            timeout: Milliseconds of the call.
+
+        Raises:
+            NotLinked, PeerLost: There is no link, or it ended during the call; the handler may have run.
+            DeadlineExceeded: No answer in time; a later one is dropped.
+            LLMException: The handler's error, by its status: CacheMismatch for ``LLM_PARAM_INVALID``, CacheNotFound for
+                ``LLM_KV_CACHE_NOT_EXIST``, LinkError for ``LLM_LINK_BUSY``, also if the peer has 256 questions of this
+                instance to answer; ``LLM_FEATURE_NOT_ENABLED`` if it has no handler, or its release no questions.
+        """
+        engine = self._life.require_engine("ask")
+        cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
+        check_timeout(timeout)
+        checked = questions.check_name(name), questions.check_body("body", body)
+        with engine.meters.call("ask", [cluster_id]):
+            return questions.ask(engine.links, cluster_id, *checked, Deadline(timeout))
+
+    def answer_questions(self, name: str, handler: Callable[[PeerQuestion], bytes | None] | None) -> None:
+        """Answer peers' questions of a name from now on; None ends that. An extension.
+
+        The handler runs on the control thread, so it must not wait. It returns the answer, or None if it calls
+        :meth:`PeerQuestion.answer <llm_datadist.types.question.PeerQuestion.answer>` later, in any thread. The peer
+        gets an LLMException of the handler as status and text; another exception is logged here, too.
+
+        Raises:
+            ParamError: ``name`` not of 1 to 64 characters.
+        """
+        engine = self._life.require_engine("answer_questions")
+        engine.questions.serve(questions.check_name(name), handler)
+
+    def on_peer_lost(self, callback: Callable[[int, str], None]) -> None:
+        """Call ``callback(cluster_id, incarnation)`` when a link has ended, for any reason. An extension.
+
+        Its grants have ended by then. The callback runs in any thread of this library, and must not wait. It may come
+        twice for one link, and after the peer has a new one. It lasts until ``finalize``.
+        """
+        self._life.require_engine("on_peer_lost").questions.on_peer_lost(callback)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the difference, unless all tables agree; in idle moments. An extension."""

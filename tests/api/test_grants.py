@@ -100,7 +100,7 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
     for wrong, arguments, kind, text in (  # the last one is of another incarnation
         (data, ([1, 3], [0, 1]), ParamError, r"src_blocks: block 3 is not among the 3 blocks of the grant"),
         (data, ([1], [0], BlocksCacheKey(9, 0)), ParamError, r"grant: .* of cluster 1, .* names cluster 9"),
-        (data, ([], [0], CacheKeyByIdAndIndex(1, 1, 0)), ParamError, "grant: only with a BlocksCacheKey"),
+        (data, ([], [0], CacheKeyByIdAndIndex(1, 1, 0)), ParamError, "src_blocks is empty: .* a grant"),
         (Grant(1, b"x" * 16, 1, (1, 1), b"y" * 16, (1,)).to_bytes(), ([1], [0]), GrantEnded, "has ended"),
     ):
         with pytest.raises(kind, match=text):

@@ -19,7 +19,7 @@ from faults.sealing import DATA, TLS_RECORDS
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import Transcript
-from llm_datadist._links.versions import FEATURES, READS_BY_KEY, VERSIONS
+from llm_datadist._links.versions import FEATURES, VERSIONS
 from tests.support.authority import secret_file
 from tests.support.kinds import Pair, World
 from tests.support.linking import alone, bytes_move_both_ways, dialled, language, links_of, speaking
@@ -27,7 +27,7 @@ from tests.support.linking import alone, bytes_move_both_ways, dialled, language
 CHANGED: Final = "the greetings were changed on the way"
 NEXT: Final = (VERSIONS[0], VERSIONS[1] + 1)
 #: What a link says that nobody touches.
-ALL: Final = f"{NEXT[1]}: {READS_BY_KEY}"
+ALL: Final = f"{NEXT[1]}: {' '.join(sorted(FEATURES))}"
 Meets = Callable[..., str]
 
 

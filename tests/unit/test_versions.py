@@ -8,7 +8,7 @@ import pytest
 from faults.strangers import hello_of
 from llm_datadist._links import versions
 from llm_datadist._links.identity import Transcript
-from llm_datadist._links.versions import READS_BY_KEY, Spoken, agree
+from llm_datadist._links.versions import FEATURES, Spoken, agree
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 
 NUMBERS = (0, 10, 11, 12, 13, 2**32 - 1)
@@ -22,7 +22,7 @@ def test_the_newest_common_version_or_a_refusal_that_names_both_ranges(monkeypat
         hello = hello_of(66, bytes(16), bytes(16), versions=theirs)
         common = [each for each in NUMBERS if all(low <= each <= high for low, high in (mine, theirs))]
         if common:
-            assert agree(7, hello) == Spoken(max(common), frozenset({READS_BY_KEY}))
+            assert agree(7, hello) == Spoken(max(common), frozenset(FEATURES))
             continue
         with pytest.raises(LinkRefused) as caught:
             agree(7, hello)

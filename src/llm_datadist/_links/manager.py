@@ -47,7 +47,14 @@ _ANSWER_MS: Final = 1000
 #: Wait of the side that gives way for the other's link.
 _CROSSING_POLL_MS: Final = 50
 #: Answers that are ignored if late, because they hold nothing.
-_FINAL: Final = (messages.Failed, messages.UnlinkAck, messages.Located, messages.Verified, messages.ClaimOver)
+_FINAL: Final = (
+    messages.Failed,
+    messages.UnlinkAck,
+    messages.Located,
+    messages.Verified,
+    messages.ClaimOver,
+    messages.Answer,
+)
 _ANSWERS: Final = (messages.Resolved, messages.Claimed, messages.TransportSaid, *_FINAL)
 _IGNORED: Final = (messages.Beat, *_FINAL)
 

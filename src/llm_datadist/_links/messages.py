@@ -41,6 +41,8 @@ MAX_MEMBERS: Final = 4
 MAX_READERS: Final = 1024
 #: Bytes of a grant in :class:`Claimed`.
 MAX_GRANT: Final = FRAME_LIMIT - 64
+#: Bytes of a question or of its answer.
+MAX_BODY: Final = FRAME_LIMIT - 512
 #: Characters sent of an error text; :data:`Text` has room for more.
 MAX_REASON: Final = 4000
 #: Of a greeting.
@@ -57,6 +59,7 @@ Identity16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 #: Part of a TLS handshake, some KiB.
 Handshake = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
 Offer = Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER)]
+Body = Annotated[bytes, msgspec.Meta(max_length=MAX_BODY)]
 #: Empty if missing.
 Maybe32 = Annotated[bytes, msgspec.Meta(max_length=32)]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -363,12 +366,30 @@ class ClaimEnded(Message, frozen=True):
     released: bool
 
 
+class Question(Numbered, frozen=True):
+    """Either side: a question of the users' own, by name. Answered by :class:`Answer` or :class:`Failed`.
+
+    ``budget_ms`` is left of the caller's deadline.
+    """
+
+    name: Name
+    body: Body
+    budget_ms: Id
+
+
+class Answer(Numbered, frozen=True):
+    """Answer to :class:`Question`."""
+
+    body: Body
+
+
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | UnlinkAck | UnlinkCancel
 _TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
 _TRANSPORT = SocketsDropped | TransportAsk | TransportSaid
 _GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
-AnyMessage = _HANDSHAKE | _LINK | _TRANSFER | _TRANSPORT | _GRANTS
+_USERS = Question | Answer
+AnyMessage = _HANDSHAKE | _LINK | _TRANSFER | _TRANSPORT | _GRANTS | _USERS
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -394,9 +415,9 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
 class RemoteFailure(LLMException):
     """Status and text of a failed request; the link stays."""
 
-    def typed(self, what: str) -> LLMException:
-        """Return the exception for a caller of this side."""
-        kind = _KINDS.get(self.status_code, TransferFailed)
+    def typed(self, what: str, other: type[LLMException] = TransferFailed) -> LLMException:
+        """Return the exception for a caller of this side; ``other`` for a status without one of its own."""
+        kind = _KINDS.get(self.status_code, other)
         return kind(f"{what}: {self}", status_code=self.status_code, peer=self.peer, phase=self.phase)
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 #: Oldest and newest protocol version of this build; each minor release speaks that of the one before it.
 VERSIONS: Final = (11, 11)
 READS_BY_KEY: Final = "reads-by-key"
-FEATURES: Final = [READS_BY_KEY]
+QUESTIONS: Final = "questions"
+FEATURES: Final = [QUESTIONS, READS_BY_KEY]
 
 
 class Spoken(NamedTuple):

@@ -234,14 +234,15 @@ def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
         raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
 
 
-def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:
-    """Check that the lists suit the kind of key (interface §6.11)."""
+def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList, grant: Grant | None = None) -> None:
+    """Check that the lists suit the kind of key (interface §6.11); a grant makes an id-key name a blocks cache."""
     sources, targets = len(src_blocks), len(dst_blocks)
     if not targets:
         raise ParamError("dst_blocks is empty: at least one block is needed")
-    if isinstance(key, BlocksCacheKey):
+    by_id = grant is not None and isinstance(key, CacheKeyByIdAndIndex)
+    if by_id or isinstance(key, BlocksCacheKey):
         if not sources:
-            raise ParamError("src_blocks is empty: a BlocksCacheKey needs the blocks to pull")
+            raise ParamError("src_blocks is empty: a BlocksCacheKey, or a grant, needs the blocks to pull")
         equal_lengths(src_blocks, dst_blocks)
         return
     check_rule(not sources, f"src_blocks has {sources} entries: only a BlocksCacheKey addresses blocks")
@@ -251,7 +252,10 @@ def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList)
 def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:
     """Check that the grant is of the key's peer and covers the blocks."""
     grant = check_type("grant", grant, Grant)
-    check_rule(isinstance(key, BlocksCacheKey), "grant: only with a BlocksCacheKey")
+    check_rule(not isinstance(key, CacheKey), "grant: only with a BlocksCacheKey, or a CacheKeyByIdAndIndex")
+    if isinstance(key, CacheKeyByIdAndIndex):
+        given = key.cache_id, key.batch_index
+        check_rule(given == (grant.cache_id, 0), f"grant: it is one of cache {grant.cache_id}, the key names {key}")
     check_rule(
         key.cluster_id == grant.cluster_id,
         f"grant: it is one of cluster {grant.cluster_id}, the key names cluster {key.cluster_id}",

@@ -20,9 +20,10 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_rule
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
 from llm_datadist._log import logger
-from llm_datadist._native import CopyPool, Plan, surviving
+from llm_datadist._native import BlockList, CopyPool, Plan, Tensors, surviving
 from llm_datadist._native.plan import NONCE_BYTES, PlanSide, digest, split_plan
 from llm_datadist._threads import Threads
+from llm_datadist._transfer.arguments import check_blocks
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
@@ -216,6 +217,46 @@ class Comparison:
             code = LLMStatusCode.LLM_FAILED
         text = " ".join(f"{self.what}: {self.link.peer} could not confirm the bytes: {failure}".splitlines())
         return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
+
+
+def digest_blocks(
+    store: CacheStore, pool: CopyPool | None, cache_id: int, blocks: BlockList, nonce: bytes, deadline: Deadline
+) -> tuple[NDArray[np.uint64], int]:
+    """Return a digest of each block over all tensors, shape (blocks, 2), and the bytes read."""
+    what = "digest_blocks"
+    with store.using(cache_id, f"{what}: cache") as entry:
+        check_blocks("blocks", blocks, entry.geometry)
+        stride, count = entry.geometry.stride, entry.geometry.num_tensors
+        at = blocks.array.astype(np.uint64) * np.uint64(stride)
+        parts = _digest_runs(entry.storage.tensors, at, stride, count, pool, nonce, deadline, what)
+    # A digest of the digests of its tensors.
+    table = np.ascontiguousarray(parts.transpose(1, 0, 2))
+    row = table.nbytes // max(1, len(table))
+    tensors = Tensors(np.array([table.ctypes.data], np.uint64), max(1, table.nbytes))
+    at = np.arange(len(table), dtype=np.uint64) * np.uint64(row)
+    return _digest_runs(tensors, at, row, 1, pool, nonce, deadline, what)[0], stride * count * len(table)
+
+
+def _digest_runs(
+    tensors: Tensors,
+    at: NDArray[np.uint64],
+    length: int,
+    count: int,
+    pool: CopyPool | None,
+    nonce: bytes,
+    deadline: Deadline,
+    what: str,
+) -> NDArray[np.uint64]:
+    """Return digests of runs of ``length`` bytes in ``count`` tensors, shape (count, runs, 2)."""
+    if not len(at):
+        return np.empty((count, 0, 2), np.uint64)
+    runs = np.ascontiguousarray(np.stack([at, at, np.full(len(at), length, np.uint64)], axis=1))
+    plan = Plan(0, 0, count, runs, ordered=False, nbytes=count * length * len(at))
+    side = PlanSide(plan, tensors, is_dst=False)
+    found = digest(side, pool, deadline.expires_ns, nonce, each_run=True, cancelled=deadline.cancelled)
+    if found is None:
+        raise deadline.error(what, "verify")
+    return found
 
 
 def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:

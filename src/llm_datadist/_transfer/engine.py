@@ -35,6 +35,7 @@ from llm_datadist._transfer.initiator import Initiator
 from llm_datadist._transfer.layerwise import Tasks
 from llm_datadist._transfer.local_copy import LocalCopies, SwapEngine
 from llm_datadist._transfer.meters import Meters
+from llm_datadist._transfer.questions import Questions
 from llm_datadist._transfer.target import Target
 from llm_datadist._transfer.workers import Workers
 from llm_datadist._transport.registry import Transports
@@ -95,8 +96,9 @@ class Engine:
                 undo.callback(self.page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at)))
+            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at, self._link_to)))
             self.store.freed = self.grants.drop_cache
+            self.questions = Questions()
             self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
             self.target = Target(self.store, access)
             self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))
@@ -131,6 +133,9 @@ class Engine:
         with suppress(StateError):  # finalized, which ends all grants
             self._control.post(self._control.loop.call_at, when, function)
 
+    def _link_to(self, cluster_id: int) -> Link:
+        return self.links.get(cluster_id)
+
     def _make_links(self) -> LinkManager:
         options = self.options
         handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
@@ -145,6 +150,7 @@ class Engine:
             messages.Claim: self.grants.on_claim,
             messages.Claimed: on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
+            messages.Question: self.questions.on_question,
             messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
         }
         endpoint = Endpoint(
@@ -250,7 +256,7 @@ class Engine:
         self.transports.abandon()
 
     def _on_link_end(self, link: Link) -> None:
-        for part in (self.target, self.checksums, self.grants):
+        for part in (self.target, self.checksums, self.grants, self.questions):
             part.drop_peer(link)
         self.store.sweep()
 

@@ -1,7 +1,8 @@
 """Grants at the owner (:class:`Grants`), and claims at readers (:func:`claim_grant`).
 
 A claim names a token. It waits for its grant at most as long as its reader; if the grant has ended, ``ClaimOver`` says
-why. ``ClaimEnded`` ends a claim. The end of a link ends every grant claimed and not released over it.
+why. ``ClaimEnded`` ends a claim. The end of a link ends every grant claimed and not released over it. A grant for a
+peer begins as claimed by it.
 
     given --Claim of each reader--> claimed --ClaimEnded of all readers--> released
       either, at any time: expired | revoked | its reader was lost | its cache was freed | finalized
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import HERE, check_rule, check_type, require_intact, require_process
+from llm_datadist._checks import HERE, check_rule, check_type, check_uint64, require_intact, require_process
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, parse_indices
@@ -110,11 +111,13 @@ class Grants:
         store: CacheStore,
         policy: AccessPolicy,
         call_at: Callable[[float, Callable[[], None]], None],
+        link_to: Callable[[int], Link],
     ) -> None:
         self._cluster_id = cluster_id
         self._store = store
         self._policy = policy
         self._call_at = call_at
+        self._link_to = link_to
         self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified after each end
@@ -130,44 +133,56 @@ class Grants:
     def __str__(self) -> str:
         return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
 
-    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
-        """Return a grant for ``blocks`` that expires after ``ttl`` seconds. Errors as :meth:`Cache.grant`."""
+    def grant(
+        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None = None
+    ) -> Grant:
+        """Return a grant for ``blocks``, claimed by ``peer`` if given. Errors as :meth:`Cache.grant`."""
         self.require_here(f"grant: {self}")
         with self._lock:
             self._require_open()
         numbers = parse_indices("blocks", blocks)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
-        seconds = _check_ttl(ttl)
+        if ttl is None:
+            check_rule(peer is not None, "ttl: None, only a grant for a peer ends without a lifetime")
+        seconds = math.inf if ttl is None else _check_ttl(ttl)
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
+        link = None if peer is None else self._link_to(check_uint64("peer", peer))
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
             for block in (int(numbers.min()), int(numbers.max())):
                 check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
+            if link is not None:
+                self._policy.require_move(link, push=False)
+                self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
             grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
             try:
-                answers = self._add(grant, entry, time.monotonic() + seconds)
+                answers = self._add(grant, entry, time.monotonic() + seconds, link)
             except LLMException:
                 self._store.exports.guards.release(guard.slot)
                 raise
-        for link, answer in answers:
-            link.tell(answer)
+        if link is not None and link.ended:  # perhaps before it was claimed here
+            self._end(token, READER_LOST)
+        for waiting, answer in answers:
+            waiting.tell(answer)
         return grant
 
     def require_here(self, what: str) -> None:
         require_process(self._owner, what)
 
-    def _add(self, grant: Grant, entry: Entry, until: float) -> list[tuple[Link, Message]]:
+    def _add(self, grant: Grant, entry: Entry, until: float, link: Link | None) -> list[tuple[Link, Message]]:
         """Add a grant; return the answers to the claims that waited for it."""
         token = grant.token
         with self._lock:
             self._require_open()
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = _ActiveGrant(grant, entry, until, until)
-            earliest = self._look_at(until, token)
+            self._given[token] = given = _ActiveGrant(grant, entry, until, until)
+            if link is not None:
+                self._take(given, link, 1)
+            earliest = until < math.inf and self._look_at(until, token)
             # Under the same lock, so a link's end finds its claims waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
             answers = [(each.link, self._claim(each.link, each.claim)) for each in waiting]
@@ -278,10 +293,14 @@ class Grants:
         if len(data) > MAX_GRANT:
             text = f"the grant has {len(given.grant.blocks)} blocks, too many for one message"
             return failed(number, ParamError(text))
+        self._take(given, link, readers)
+        return Claimed(number, data)
+
+    def _take(self, given: _ActiveGrant, link: Link, readers: int) -> None:
+        """Under the lock: let ``link`` claim the grant."""
         given.readers = readers
         given.claims.add(link)
-        self._claimed.setdefault(link, set()).add(token)
-        return Claimed(number, data)
+        self._claimed.setdefault(link, set()).add(given.grant.token)
 
     def on_claim_ended(self, link: Link, message: ClaimEnded) -> None:
         """End a claim, undone or released; the last release ends the grant."""
@@ -418,6 +437,13 @@ def _claimed(answer: Claimed, what: str) -> Grant:
         return Grant.from_bytes(answer.grant)
     except ParamError as error:
         raise ProtocolError(f"{what}: {error}") from error
+
+
+def release_grant(links: LinkManager, cluster_id: int, token: bytes) -> None:
+    """Tell the owner that this reader has finished; without a link the grant has ended."""
+    link, ended = links.peek(cluster_id), ClaimEnded(token, released=True)
+    if link is not None and not put_off(link.tell, ended):
+        link.tell(ended)
 
 
 def give_back(grant: Grant) -> None:

@@ -188,29 +188,34 @@ class Cache:
         """True for a blocks cache."""
         return self._is_blocks
 
-    def grant(self, blocks: BlockNumbers, ttl: float, *, token: bytes | None = None) -> Grant:
-        """Let peers pull these blocks for ``ttl`` seconds. An extension.
+    def grant(
+        self, blocks: BlockNumbers, ttl: float | None, *, token: bytes | None = None, peer: int | None = None
+    ) -> Grant:
+        """Let peers pull these blocks for ``ttl`` seconds, or while ``peer`` is linked. An extension.
 
         For blocks that serve one request after the other: end the grant before their next use, so that a late pull
         fails. Contents are not compared.
 
         Args:
             blocks: Block numbers; list, tuple or 1-D integer NumPy array.
-            ttl: Lifetime in seconds, above 0; :meth:`Grant.renew` changes it.
+            ttl: Lifetime in seconds, above 0; :meth:`Grant.renew` changes it. None, only with ``peer``: no limit.
             token: 16 random bytes that name the grant. Default: None, the library draws them. With a token of its own,
                 a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.
+            peer: Cluster id of a linked peer that is the grant's one reader from now on. The grant ends with that link,
+                or by the peer's ``CacheManager.release_grant``. Default: None, readers claim the grant.
 
         Raises:
             TypeError: Wrong types.
             ParamError: Not a blocks cache, a block outside it, no block, a bad ``ttl``, a token of another length or
                 used before.
             CacheNotFound: The cache was freed.
+            NotLinked: ``peer`` is not linked.
             StateError: A handle of ``create_cpu_cache``, a finalized manager (``LLM_ENGINE_FINALIZED``), or a forked
                 child.
         """
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
-        return self._granter.grant(self._id, blocks, ttl, token)
+        return self._granter.grant(self._id, blocks, ttl, token, peer)
 
     def _empty(self) -> None:
         """Drop addresses and memory, for deallocation."""

@@ -47,7 +47,9 @@ _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
 class Granter(Protocol):
     """Owner of grants, which gives and ends them."""
 
-    def grant(self, cache_id: int, blocks: object, ttl: float, token: bytes | None) -> Grant:
+    def grant(
+        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None = None
+    ) -> Grant:
         """Give a grant."""
 
     def require_here(self, what: str) -> None:

@@ -1,0 +1,26 @@
+"""Prefix store: one process per host keeps KV blocks of all engines there, under their complete identity.
+
+An extension; docs/store.md describes it. :class:`StoreServer` is the store, :class:`StoreClient` an engine's use of it.
+"""
+
+from __future__ import annotations
+
+from llm_datadist.store.client import STORE_ID, StoreClient, StoreOptions
+from llm_datadist.store.hit import Hit
+from llm_datadist.store.identity import namespace
+from llm_datadist.store.messages import BlockShape, Event
+from llm_datadist.store.server import StoreServer
+from llm_datadist.store.statistics import NamespaceStatistics, StoreStatistics
+
+__all__ = [
+    "STORE_ID",
+    "BlockShape",
+    "Event",
+    "Hit",
+    "NamespaceStatistics",
+    "StoreClient",
+    "StoreOptions",
+    "StoreServer",
+    "StoreStatistics",
+    "namespace",
+]

@@ -1,0 +1,142 @@
+"""Questions to a store and its answers: bodies of ``LLMDataDist.ask``, each with the version of this format."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from llm_datadist.errors import CacheMismatch, ParamError
+
+#: First byte of each body.
+FORMAT: Final = 1
+#: Names of the questions.
+LOOKUP: Final = "llm_datadist.store lookup"
+SAVE: Final = "llm_datadist.store save"
+SUSPECT: Final = "llm_datadist.store suspect"
+EVENTS: Final = "llm_datadist.store events"
+#: Keys of one question, and bytes of one key.
+MAX_LOOKUP_KEYS: Final = 4096
+MAX_SAVE_KEYS: Final = 256
+MAX_KEY: Final = 64
+_MAX_TENSORS: Final = 4096
+_MAX_DIMS: Final = 30
+
+Namespace = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
+Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all bodies."""
+
+    def encode(self) -> bytes:
+        """Return the body as bytes."""
+        return bytes([FORMAT]) + _encode(self)
+
+
+class BlockShape(Body, frozen=True):
+    """Block of a namespace: number of tensors, element type (``DataType``), and shape of a block in one tensor."""
+
+    tensors: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TENSORS)]
+    data_type: Number
+    shape: Annotated[list[Positive], msgspec.Meta(max_length=_MAX_DIMS)]
+
+    def __str__(self) -> str:
+        return f"{self.tensors} tensors of blocks {self.shape}, element type {self.data_type}"
+
+
+class Lookup(Body, frozen=True):
+    """Question for the leading run of keys; ``token`` names the grant that the store gives for it."""
+
+    namespace: Namespace
+    keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_LOOKUP_KEYS)]
+    token: Token
+
+
+class Found(Body, frozen=True):
+    """Answer to :class:`Lookup`: slots (int64) and digests (two uint64 each), little-endian, in the order of the keys.
+
+    Without a found key all are empty, and ``grant`` too.
+    """
+
+    grant: bytes
+    slots: bytes
+    digests: bytes
+    nonce: bytes
+    shape: BlockShape | None
+
+
+class Save(Body, frozen=True):
+    """Question to pull blocks under a grant of the asker, one block a key."""
+
+    namespace: Namespace
+    shape: BlockShape
+    keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
+    blocks: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
+    grant: bytes
+
+
+class Saved(Body, frozen=True):
+    """Answer to :class:`Save`: number of keys newly stored."""
+
+    count: Number
+
+
+class Suspect(Body, frozen=True):
+    """Question to digest slots again, whose bytes a reader found wrong."""
+
+    namespace: Namespace
+    slots: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_LOOKUP_KEYS)]
+
+
+class EventsAfter(Body, frozen=True):
+    """Question for the events after number ``after``."""
+
+    after: Number
+
+
+class Event(Body, frozen=True):
+    """Change of the store's index.
+
+    Attributes:
+        number: 1 and up, without gaps.
+        kind: ``stored``, ``removed`` (evicted, or found wrong), or ``cleared``: the namespace left the store.
+        namespace: The namespace.
+        keys: Keys stored or removed.
+    """
+
+    number: Number
+    kind: str
+    namespace: bytes
+    keys: list[bytes]
+
+
+class Events(Body, frozen=True):
+    """Answer to :class:`EventsAfter`; ``oldest`` is the number of the oldest event that the store still has."""
+
+    oldest: Number
+    events: list[Event]
+
+
+B = TypeVar("B", bound=Body)
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_KINDS: Final = (BlockShape, Lookup, Found, Save, Saved, Suspect, EventsAfter, Events)
+_decoders: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS
+}
+
+
+def decode(kind: type[B], body: bytes, who: str) -> B:
+    """Return the body. Raises CacheMismatch for another format, ParamError for what is no such body."""
+    if not body or body[0] != FORMAT:
+        version = body[0] if body else "none"
+        raise CacheMismatch(f"{who} speaks format {version} of the store, this release format {FORMAT}")
+    try:
+        found: B = _decoders[kind].decode(memoryview(body)[1:])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ParamError(f"{who} sent what is no {kind.__name__}: {error}") from error
+    return found

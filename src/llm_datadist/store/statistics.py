@@ -1,0 +1,53 @@
+"""Values of ``StoreServer.statistics()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatistics:
+    """Figures of one namespace.
+
+    Attributes:
+        namespace: In hexadecimal.
+        slots, free, filling, published: Slots, and those in these states.
+        loads: Hits that were not released.
+        block_bytes: Bytes of a slot.
+        lookups, asked, found: Lookups, their keys, and the keys found.
+        stored, removed: Keys stored; keys evicted or found wrong.
+        failed: Pulls that failed.
+    """
+
+    namespace: str
+    slots: int
+    free: int
+    filling: int
+    published: int
+    loads: int
+    block_bytes: int
+    lookups: int
+    asked: int
+    found: int
+    stored: int
+    removed: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """Figures of a store at one moment.
+
+    Attributes:
+        namespaces: One for each.
+        most_namespaces: Namespaces that have room.
+        cleared: Namespaces displaced.
+        events: Number of the last event.
+        waiting: Saves that wait for a thread.
+    """
+
+    namespaces: tuple[NamespaceStatistics, ...]
+    most_namespaces: int
+    cleared: int
+    events: int
+    waiting: int
