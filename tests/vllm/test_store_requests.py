@@ -129,7 +129,7 @@ def test_the_order_of_an_identity_does_not_matter() -> None:
 class Double:
     """What a scheduler sees of a store: one rank's client. Keys are in it, hits are counted."""
 
-    def __init__(self, _: Any, address: str, space: bytes) -> None:
+    def __init__(self, _: Any, address: str, space: bytes, options: Any) -> None:
         self.space = space
         self.keys: set[bytes] = set()
         self.open: Counter[int] = Counter()
@@ -180,8 +180,7 @@ def tell(scheduler: StoreScheduler, received: tuple[str, ...] = (), failed: tupl
 
 
 def clients(scheduler: StoreScheduler) -> list[Double]:
-    found: Any = scheduler.clients
-    return found
+    return [each for each in scheduler.clients if isinstance(each, Double)]
 
 
 def asked(name: str, tokens: int, lora: LoRARequest | None = None, salt: str | None = None) -> Request:
@@ -298,7 +297,7 @@ def test_steps_save_the_blocks_that_they_complete_and_keep_them_until_all_ranks_
     assert scheduler.needs_steps()
     tell(scheduler, ended=Counter({number: 1, other: 2}))
     assert [each.ref_cnt for each in scheduler.pool.blocks[3:8]] == [1, 1, 0, 0, 0]
-    tell(scheduler, ended=Counter({number: 1}), failed={number})
+    tell(scheduler, ended=Counter({number: 1}), unsaved={number})
     assert [each.ref_cnt for each in scheduler.pool.blocks[3:8]] == [0] * 5
     assert not scheduler.needs_steps()
     assert scheduler.pool.get_num_free_blocks() == BLOCKS - 1

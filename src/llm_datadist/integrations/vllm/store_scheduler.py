@@ -36,7 +36,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import start_instance
-from llm_datadist.store import StoreClient
+from llm_datadist.store import StoreClient, StoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,11 +50,18 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from llm_datadist import LLMDataDist
     from llm_datadist.store import Hit
 
 logger = init_logger("vllm.datadist.store")
 
 _PATIENCE_S: Final = 0.1  # for saves that keep blocks from running requests; then vLLM preempts
+
+
+def client_of(config: VllmConfig, datadist: LLMDataDist, space: bytes) -> StoreClient:
+    """Return a client of the connector's store."""
+    option = config.kv_transfer_config.get_from_extra_config
+    return StoreClient(datadist, option("store", None), space, StoreOptions(**option("store_options", {})))
 
 
 @dataclass
@@ -71,11 +78,11 @@ class StoreTold(KVConnectorWorkerMetadata):
 
     namespaces: dict[int, bytes] = field(default_factory=dict)  # by tensor-parallel rank
     ended: Counter[int] = field(default_factory=Counter)  # by save: ranks on which it has ended
-    failed: set[int] = field(default_factory=set)  # saves that the store did not take
+    unsaved: set[int] = field(default_factory=set)  # saves that the store did not take
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreTold:
         namespaces = self.namespaces | other.namespaces
-        return StoreTold(namespaces, self.ended + other.ended, self.failed | other.failed)
+        return StoreTold(namespaces, self.ended + other.ended, self.unsaved | other.unsaved)
 
 
 @dataclass
@@ -107,7 +114,7 @@ class StoreScheduler:
         self._tells = events is not None and events.enable_kv_cache_events
         self._block_tokens = vllm_config.cache_config.block_size
         self._adapters = Adapters(vllm_config.lora_config)
-        self._address = vllm_config.kv_transfer_config.get_from_extra_config("store", None)
+        self._config = vllm_config
         self._datadist = start_instance(vllm_config, secrets.randbits(63), None, 0)
         self.clients: list[StoreClient] = []  # by rank, once the workers have told their namespaces
         self._requests: dict[str, _Asked] = {}
@@ -255,9 +262,9 @@ class StoreScheduler:
         told = output.kv_connector_worker_meta
         if isinstance(told, StoreTold):
             for _, space in sorted(told.namespaces.items()):
-                self.clients.append(StoreClient(self._datadist, self._address, space))
+                self.clients.append(client_of(self._config, self._datadist, space))
             for number, ranks in told.ended.items():
-                self._end_save(number, ranks, failed=number in told.failed)
+                self._end_save(number, ranks, failed=number in told.unsaved)
         for request_id in output.finished_recving or ():
             if (hits := self._loading.pop(request_id, None)) is not None:
                 self._release(hits)

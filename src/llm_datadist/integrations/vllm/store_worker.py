@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -27,8 +27,8 @@ from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.kinds import describe
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
-from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold
-from llm_datadist.store import Hit, StoreClient, namespace
+from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
+from llm_datadist.store import Hit, namespace
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Layout
+    from llm_datadist.store import StoreClient
 
 logger = init_logger("vllm.datadist.store")
 
@@ -61,13 +62,13 @@ class StoreWorker:
     """The store connector's half in one worker. Threads: vLLM's, unless stated."""
 
     _cache: Cache  # from `register` on
+    _client: StoreClient
     _rank: int
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         option = vllm_config.kv_transfer_config.get_from_extra_config
         self._config = vllm_config
         self._cache_config = kv_cache_config
-        self._address = option("store", None)
         self._identity = identity_of(vllm_config)
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
         nbytes = max(sizes, default=0)  # vLLM's one allocation
@@ -75,7 +76,7 @@ class StoreWorker:
         self.datadist = start_instance(vllm_config, self.cluster_id, None, nbytes)
         #: Puts the cache into the pool; None without one.
         self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
-        self._client: StoreClient | None = None
+        self._at_end = ExitStack()
         self._loaders = ThreadPoolExecutor(_LOADERS, "lldd-vllm-load")
         self._saver = ThreadPoolExecutor(1, "lldd-vllm-save")
         self._idle = False  # this step has no tokens
@@ -94,7 +95,8 @@ class StoreWorker:
         key = BlocksCacheKey(self.cluster_id)
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
         space = namespace_of(self._config, layout, self._rank)
-        self._client = StoreClient(self.datadist, self._address, space)
+        self._client = client_of(self._config, self.datadist, space)
+        self._at_end.callback(self._client.close)
         self._told.namespaces[self._rank] = space
         said = "LLMDataDistStoreConnector: blocks of %d bytes in %d tensors, namespace %s"
         logger.info(said, self._block_bytes, len(addresses), space.hex()[:8])
@@ -127,13 +129,19 @@ class StoreWorker:
         self._ended.put((request, failed))
 
     def _save(self, number: int, keys: list[bytes], blocks: list[int]) -> None:
-        failed = False
+        failed = True
         try:
-            self._client.save(keys, self._cache, blocks)
-        except Exception as error:
-            known, failed = isinstance(error, LLMException), True
-            if not known or not self._failing:
-                logger.warning("blocks are not stored: %s", error, exc_info=None if known else error)
+            failed = self._client.save(keys, self._cache, blocks) < len(keys)
+            if failed:  # it had some, or took none
+                hit = self._client.lookup(keys)
+                self._client.release(hit)
+                failed = len(hit) < len(keys)
+                why: Exception | str = "it is gone, busy or full"
+        except Exception as error:  # noqa: BLE001 (the blocks are not in the store)
+            why = error
+        if failed and not self._failing:
+            known = not isinstance(why, Exception) or isinstance(why, LLMException)
+            logger.warning("the store does not take blocks: %s", why, exc_info=None if known else why)
         self._failing = failed
         self._ended.put((number, failed))
 
@@ -150,7 +158,7 @@ class StoreWorker:
                 self._running -= 1
                 if isinstance(what, int):
                     self._told.ended[what] += 1
-                    self._told.failed |= {what} if has_failed else set()
+                    self._told.unsaved |= {what} if has_failed else set()
                 else:
                     received.add(what)
                     failed |= {what} if has_failed else set()
@@ -163,8 +171,7 @@ class StoreWorker:
 
     def stop(self) -> None:
         """End all loads and saves, then the LLMDataDist. Idempotent."""
-        if self._client is not None:
-            self._client.close()
+        self._at_end.close()
         self.datadist.finalize()  # running ones fail
         self._loaders.shutdown(cancel_futures=True)
         self._saver.shutdown(cancel_futures=True)
