@@ -62,7 +62,7 @@ class StoreWorker:
     """The store connector's half in one worker. Threads: vLLM's, unless stated."""
 
     _cache: Cache  # from `register` on
-    _client: StoreClient
+    client: StoreClient
     _rank: int
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -95,8 +95,8 @@ class StoreWorker:
         key = BlocksCacheKey(self.cluster_id)
         self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
         space = namespace_of(self._config, layout, self._rank)
-        self._client = client_of(self._config, self.datadist, space)
-        self._at_end.callback(self._client.close)
+        self.client = client_of(self._config, self.datadist, space)
+        self._at_end.callback(self.client.close)
         self._told.namespaces[self._rank] = space
         said = "LLMDataDistStoreConnector: blocks of %d bytes in %d tensors, namespace %s"
         logger.info(said, self._block_bytes, len(addresses), space.hex()[:8])
@@ -122,7 +122,7 @@ class StoreWorker:
     def _load(self, request: str, hit: bytes, blocks: list[int]) -> None:
         failed = False
         try:
-            self._client.load(Hit.from_bytes(hit), self._cache, blocks, release=False)
+            self.client.load(Hit.from_bytes(hit), self._cache, blocks, release=False)
         except Exception as error:
             known, failed = isinstance(error, LLMException), True
             logger.warning("request %s is computed: %s", request, error, exc_info=None if known else error)
@@ -131,10 +131,10 @@ class StoreWorker:
     def _save(self, number: int, keys: list[bytes], blocks: list[int]) -> None:
         failed = True
         try:
-            failed = self._client.save(keys, self._cache, blocks) < len(keys)
+            failed = self.client.save(keys, self._cache, blocks) < len(keys)
             if failed:  # it had some, or took none
-                hit = self._client.lookup(keys)
-                self._client.release(hit)
+                hit = self.client.lookup(keys)
+                self.client.release(hit)
                 failed = len(hit) < len(keys)
                 why: Exception | str = "it is gone, busy or full"
         except Exception as error:  # noqa: BLE001 (the blocks are not in the store)
