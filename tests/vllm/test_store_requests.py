@@ -157,16 +157,22 @@ class DoubleHit(list[int]):
         return bytes(self)
 
 
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreScheduler]:
-    """A scheduler of two ranks."""
+def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> StoreScheduler:
     monkeypatch.setattr(store_scheduler, "StoreClient", Double)
     init_none_hash(sha256_cbor)
     config, cache = storable([spec_of()], **GOOD)
-    config.cache_config.block_size, config.lora_config, config.kv_events_config = TOKENS, None, None
+    config.cache_config.block_size, config.lora_config = TOKENS, None
+    config.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
     cache.num_blocks = BLOCKS
     made = StoreScheduler(config, cache)
     made.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=TOKENS)
+    return made
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreScheduler]:
+    """A scheduler of two ranks."""
+    made = make_scheduler(monkeypatch)
     tell(made, namespaces={1: b"1", 0: b"0"})
     yield made
     made.stop()
@@ -216,7 +222,7 @@ def test_the_shortest_run_of_all_ranks_counts_and_longer_hits_are_released(sched
     assert scheduler.matched_tokens(request, TOKENS) == 2 * TOKENS  # vLLM has found a block itself
     allocate(scheduler, request, [5, 6, 7, 8, 9], 2 * TOKENS)
     orders = step(scheduler, {}, {})
-    assert orders.loads == {"a": ([b"\0\1", b"\0\1"], [6, 7])}
+    assert orders.loads == {"a": ([b"\0\1\2", b"\0\1"], [6, 7])}
     assert (first.held, second.held) == (1, 1), "workers load"
     tell(scheduler, received=("a",))
     assert (first.held, second.held) == (0, 0)
@@ -316,11 +322,7 @@ def test_at_most_a_quarter_of_the_blocks_is_saved_at_once_and_the_others_later(s
 
 
 def test_until_the_ranks_have_told_their_namespaces_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_scheduler, "StoreClient", Double)
-    config, cache = storable([spec_of()], **GOOD)
-    config.cache_config.block_size, config.lora_config, config.kv_events_config = TOKENS, None, None
-    cache.num_blocks = BLOCKS
-    scheduler = StoreScheduler(config, cache)
+    scheduler = make_scheduler(monkeypatch)
     request = asked("a", 18)
     scheduler.on_new_request(request)
     assert scheduler.needs_steps()
@@ -329,6 +331,25 @@ def test_until_the_ranks_have_told_their_namespaces_requests_wait(monkeypatch: p
     assert scheduler.matched_tokens(request, 0) == 0
     assert not scheduler.needs_steps()
     scheduler.stop()
+
+
+def test_events_tell_the_blocks_that_the_store_has_taken_on_all_ranks(scheduler: StoreScheduler) -> None:
+    request = asked("a", 18)
+    scheduler.on_new_request(request)
+    hashes, blocks = list(request.block_hashes), [1, 2, 3, 4, 5]
+    first = step(scheduler, {"a": 8}, {"a": blocks}).save[0]
+    request.num_computed_tokens = 8
+    second = step(scheduler, {"a": 4}, {"a": blocks}).save[0]
+    request.num_computed_tokens = 12
+    third = step(scheduler, {"a": 6}, {"a": blocks}).save[0]
+    tell(scheduler, ended=Counter({first: 1, second: 2, third: 2}), unsaved={third})
+    (event,) = scheduler.take_events()
+    assert (event.block_hashes, event.parent_block_hash) == (hashes[2:3], hashes[1])
+    assert (event.token_ids, event.block_size, event.medium) == ([8, 9, 10, 11], TOKENS, "CPU")
+    tell(scheduler, ended=Counter({first: 1}))
+    (event,) = scheduler.take_events()
+    assert (event.block_hashes, event.parent_block_hash) == (hashes[:2], None)
+    assert scheduler.take_events() == []
 
 
 def saved_keys(scheduler: StoreScheduler, request: Request) -> list[bytes]:

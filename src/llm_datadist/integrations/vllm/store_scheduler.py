@@ -2,7 +2,7 @@
 
 | request | effect |
 |---|---|
-| asks for tokens | its keys are looked up for each rank, the shortest run counts; hits are held until it gets blocks |
+| asks for tokens | its keys are looked up for each rank, the shortest run counts; the hits are held |
 | gets blocks | workers load the hits into them |
 | is loaded on all ranks, or ends without blocks | the hits are released |
 | could not be loaded | it is computed, and not looked up again |
@@ -146,7 +146,8 @@ class StoreScheduler:
             adapter = hashlib.blake2b(parts, digest_size=32).digest()
         self._requests.setdefault(request.request_id, _Asked(request, adapter, not request.skip_reading_prefix_cache))
 
-    def _keys(self, asked: _Asked, first: int, end: int) -> list[bytes]:
+    @staticmethod
+    def _keys(asked: _Asked, first: int, end: int) -> list[bytes]:
         found = list(asked.request.block_hashes[first:end])
         if asked.adapter:
             found = [hashlib.blake2b(each, key=asked.adapter, digest_size=32).digest() for each in found]
@@ -166,21 +167,16 @@ class StoreScheduler:
             self._release(asked.hits)
             end = (request.num_tokens - 1) // self._block_tokens  # vLLM computes the last token in any case
             asked.first, asked.hits = first, self._look_up(self._keys(asked, first, end))
-        return len(asked.hits[0]) * self._block_tokens if asked.hits else 0
+        return len(asked.hits[-1]) * self._block_tokens if asked.hits else 0
 
     def _look_up(self, keys: list[bytes]) -> list[Hit]:
-        """Return equally long hits, one for each rank; none if a rank's is empty."""
+        """Return a hit for each rank, none longer than the one before; none at all if a rank has no key."""
         hits: list[Hit] = []
         for client in self.clients if keys else ():
             hits.append(client.lookup(keys))
             keys = keys[: len(hits[-1])]
-        for rank, client in enumerate(self.clients if keys else ()):
-            if len(hits[rank]) > len(keys):
-                client.release(hits[rank])
-                hits[rank] = client.lookup(keys)
-        if not keys or any(len(hit) != len(keys) for hit in hits):
+        if not keys:
             self._release(hits)
-            return []
         return hits
 
     def _release(self, hits: list[Hit]) -> None:
@@ -196,7 +192,7 @@ class StoreScheduler:
             self._release(asked.hits)
             return
         hits, asked.hits = asked.hits, []
-        asked.saved = asked.first + len(hits[0])
+        asked.saved = asked.first + len(hits[-1])
         numbers = blocks.get_block_ids()[0][asked.first : asked.saved]
         self._orders.loads[request.request_id] = [hit.to_bytes() for hit in hits], numbers
         self._loading[request.request_id] = hits
