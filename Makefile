@@ -8,7 +8,7 @@ PINNED := env PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.tx
 PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-check
 NATIVE := CMakeLists.txt $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
 
-.PHONY: help install demo example-hf example-vllm test test-torch test-vllm test-nixl test-compat test-deploy test-site test-store wheels test-wheels asan model faults \
+.PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-deploy test-site test-store wheels test-wheels asan model faults \
 	trials brittle mutation \
 	bench compare lint docs clean
 
@@ -31,6 +31,7 @@ help:
 	@echo "make test-compat  this build beside others: a link between both, and a rolling upgrade; in .venv-full and build/compat"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
+	@echo "make example-store  two vLLM servers and a prefix store that outlives them: time to first token beside cold"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/ (WHEELS_FOR=x86_64: one)"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
 	@echo "make clean  remove what the other words made"
@@ -193,6 +194,10 @@ $(VLLM_VENV)/.installed: $(VLLM_VENV)/.engine pyproject.toml constraints.txt $(N
 example-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python examples/vllm/chat.py $(or $(CONNECTOR),datadist)
 	@$(VLLM_BIN)/python examples/vllm/five_cases.py $(CONNECTOR)
+
+# Servers and store are killed and started again.
+example-store: $(VLLM_VENV)/.installed
+	@$(VLLM_BIN)/python examples/vllm/prefix_store.py $(STORE)
 
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["CONNECTORS", "MODEL", "Connector", "Role", "Server", "Servers", "free_port"]
+__all__ = ["CONNECTORS", "MODEL", "Connector", "Role", "Server", "Servers", "free_port", "store_connector"]
 
 MODEL = "tiny"
 """Name of the model, as requests have to give it."""
@@ -30,8 +30,8 @@ MODEL = "tiny"
 SECONDS = 120.0
 """A server starts in about 20 s on one core; one that needs six times as long does not come."""
 
-Role = Literal["ordinary", "prefill", "decode"]
-_KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+Role = Literal["ordinary", "prefill", "decode", "both"]
+_KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,14 @@ CONNECTORS = {
 }
 
 
+def store_connector(store: str, **extra: Any) -> Connector:
+    """Return the connector of the prefix store at an address "IP:PORT", for the role ``both``."""
+    extra = {"store": store} | extra
+    return Connector("LLMDataDistStoreConnector", "llm_datadist.integrations.vllm", extra, "recompute")
+
+
 class Server:
-    """One vLLM server, or a proxy: a process group, its port and its log.
+    """One vLLM server, a proxy or a prefix store: a process group, its port and its log.
 
     Attributes:
         name: Name of the log file, and what errors call it.
@@ -206,8 +212,8 @@ class Servers:
         Call it in a thread that lives as long as the server: the kernel ends the server with that thread.
 
         Args:
-            role: Prefill, decode, or neither.
-            connector: What prefill and decode move their KV with.
+            role: Prefill, decode, both or neither.
+            connector: What moves the KV of a server with a role.
             name: Of its log file; by default its role.
             port: Where it listens; 0 picks a free one.
             cores: On which its threads compute, as ``VLLM_CPU_OMP_THREADS_BIND`` takes it ("0|1" for two ranks).
@@ -235,6 +241,12 @@ class Servers:
         port = free_port()
         command = [sys.executable, str(Path(__file__).with_name("proxy.py")), "--port", str(port)]
         command += ["--prefill", *(each.url for each in prefills), "--decode", *(each.url for each in decoders)]
+        return self._run(name, port, command, dict(os.environ))
+
+    def store(self, memory: str = "512MiB", *, name: str = "store", port: int = 0) -> Server:
+        """Start a prefix store; servers link to it once it listens."""
+        port = port or free_port()
+        command = [sys.executable, "-m", "llm_datadist", "store", "--memory", memory, "--listen", f"127.0.0.1:{port}"]
         return self._run(name, port, command, dict(os.environ))
 
     def _run(self, name: str, port: int, command: list[str], environment: dict[str, str]) -> Server:

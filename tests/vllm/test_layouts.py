@@ -476,7 +476,7 @@ def until_ended(of: RankWorker, ended: str) -> bool:
     for _ in range(60_000):  # a step sleeps a millisecond
         results = of.results()
         assert not results.failed_recving
-        told = of.take_claimed()
+        told = of.take_told()
         sent = results.finished_sending | set(told.ended if told is not None else ())
         if "r" in (results.finished_recving if ended == "received" else sent):
             return True

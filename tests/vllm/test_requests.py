@@ -100,7 +100,7 @@ class Engine:
         self.ended |= {each: each not in results.failed_recving for each in results.finished_recving}
         self.sent |= results.finished_sending
         told: Any = SimpleNamespace(
-            kv_connector_worker_meta=self.worker.take_claimed(),
+            kv_connector_worker_meta=self.worker.take_told(),
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
         )

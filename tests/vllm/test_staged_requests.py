@@ -169,7 +169,7 @@ class StagedEngine(Engine):
         for name in results.finished_recving:
             self._came(self.loading.pop(name), kv, came=name not in results.failed_recving)
         told: Any = SimpleNamespace(
-            kv_connector_worker_meta=self.worker.take_claimed(),
+            kv_connector_worker_meta=self.worker.take_told(),
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
         )
@@ -372,7 +372,7 @@ def test_an_engine_that_cannot_offer_lets_no_prompt_wait(make: Callable[..., Sta
     """A decode engine has no slots for offers; inside MultiConnector a prefill engine may not know its ranks yet."""
     engine = make(role, lease_s=3600)
     engine.scheduler.ranks = []
-    engine.worker.take_claimed()  # has the endpoint
+    engine.worker.take_told()  # has the endpoint
     for number in range(3):
         engine.comes(asked(f"r{number}", {"do_remote_decode": True}, list(range(500))))
         until(lambda name=f"r{number}": name in engine.offers, lambda: engine.run(kv_of))  # type: ignore[misc]

@@ -1,13 +1,16 @@
-"""The connector for vLLM: a decode engine pulls a prefill engine's KV cache under a grant. See docs/vllm.md.
+"""The connectors for vLLM: a decode engine pulls a prefill engine's KV cache under a grant; engines share a store.
 
-`connector.py` is vLLM's entry; its halves are `scheduler.py` and `worker.py`.
+`connector.py` is vLLM's entry; its halves are `scheduler.py` and `worker.py`. `store_connector.py` is the entry of the
+prefix store; its halves are `store_scheduler.py` and `store_worker.py`. See docs/vllm.md and docs/howto-vllm-store.md.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from llm_datadist.integrations.vllm.connector import LLMDataDistConnector
+from llm_datadist.integrations.vllm.store_connector import LLMDataDistStoreConnector
 
-__all__ = ["LLMDataDistConnector"]
+__all__ = ["LLMDataDistConnector", "LLMDataDistStoreConnector"]
 
 # MultiConnector finds its parts' statistics by name, not by module path.
-KVConnectorFactory.register_connector(LLMDataDistConnector.__name__, __name__, LLMDataDistConnector.__name__)
+for _each in (LLMDataDistConnector, LLMDataDistStoreConnector):
+    KVConnectorFactory.register_connector(_each.__name__, __name__, _each.__name__)

@@ -1,4 +1,4 @@
-"""The class that vLLM makes, one in its scheduler and one in each worker; it passes each call to its half."""
+"""The classes that vLLM makes, one in its scheduler and one in each worker; they pass each call to their half."""
 
 from __future__ import annotations
 
@@ -35,29 +35,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves a prompt's KV cache from a prefill engine to a decode engine.
+class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
+    """Passes vLLM's calls to its half in the scheduler, or in the worker."""
 
-    docs/vllm.md has its options (``kv_connector_extra_config``). Threads: vLLM's. Inside a MultiConnector, which hands
-    the first part's handshake to all parts, ranks tell their endpoints with the results of the first step.
-    """
-
-    _cache_hit_source = CacheHitSource.P2P
-    supports_sleep_mode = False  # vLLM 0.32 does not ask
-
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm_config, kv_cache_config)
-        schedules = role is KVConnectorRole.SCHEDULER
-        self._scheduler: Any = Scheduler(vllm_config, kv_cache_config) if schedules else None
-        self._worker: Any = None if schedules else RankWorker(vllm_config, kv_cache_config)
+    _scheduler: Any = None
+    _worker: Any = None
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._scheduler.take_endpoints(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.pool = gpu_block_pool
@@ -69,10 +53,6 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the number of tokens to fetch, None to be asked again, and True if any: they load between steps."""
         count = self._scheduler.matched_tokens(request, num_computed_tokens)
         return count, bool(count)
-
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Return all transferred groups: the blocks are the request's own."""
-        return self._kv_cache_config.transfer_group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
@@ -104,6 +84,56 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: requests are parked until all of their KV is there."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: peers read the blocks in place, or slots are copied once a step has run."""
+
+    def wait_for_save(self) -> None:
+        self._worker.save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_told()
+
+
+class LLMDataDistConnector(HalvedConnector):
+    """Moves a prompt's KV cache from a prefill engine to a decode engine.
+
+    docs/vllm.md has its options (``kv_connector_extra_config``). Threads: vLLM's. Inside a MultiConnector, which hands
+    the first part's handshake to all parts, ranks tell their endpoints with the results of the first step.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+    supports_sleep_mode = False  # vLLM 0.32 does not ask
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = Scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = RankWorker(vllm_config, kv_cache_config)
+
+    # --- in the scheduler ---------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduler.take_endpoints(metadata)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all transferred groups: the blocks are the request's own."""
+        return self._kv_cache_config.transfer_group_ids
+
+    # --- in a worker --------------------------------------------------------------------------------------------------
+
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
         self._worker.use_copies(copy_operation)
 
@@ -114,32 +144,14 @@ class LLMDataDistConnector(KVConnectorBase_V1, SupportsHMA):
         """End the grants of aborted and preempted requests, before this step overwrites their blocks."""
         self._worker.revoke(kv_connector_metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: requests are parked until all of their KV is there."""
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: decode engines read the blocks in place, or slots are copied once a step has run."""
-
-    def wait_for_save(self) -> None:
-        self._worker.save()
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_claimed()
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._worker or self._scheduler).stats.take()
-
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.stop()
 
     # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return (self._worker or self._scheduler).stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

@@ -37,6 +37,7 @@ from vllm.v1.request import RequestStatus
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
 from llm_datadist.integrations.vllm.identity import Adapters
+from llm_datadist.integrations.vllm.instance import init_options
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
@@ -60,12 +61,6 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.offers import RankEndpoint
 
 logger = init_logger("vllm.datadist.scheduler")
-
-
-def init_options(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the connector's option ``options``: further options of ``init``."""
-    given = vllm_config.kv_transfer_config.get_from_extra_config("options", {})
-    return {str(key): str(value) for key, value in dict(given).items()}
 
 
 @dataclass(frozen=True)

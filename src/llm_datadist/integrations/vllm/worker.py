@@ -13,7 +13,6 @@ it is told so of offered requests only, which it has kept for that.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from contextlib import ExitStack, suppress
@@ -28,23 +27,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.identity import identity_of
+from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.kinds import describe, windows_of
 from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
-from llm_datadist.integrations.vllm.scheduler import init_options
 from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
-from llm_datadist.types.cluster import show_address
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Future
 
     import torch
@@ -61,7 +58,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 _ENDS: Final = {RELEASED: "released_grants", EXPIRED: "expired_grants", READER_LOST: "lost_grants"}
-_PAGE_SHIFT: Final = 16
 _IDLE_STEP_S: Final = 0.001
 _BUFFER_BYTES: Final = 1 << 24  # of a pull of rows that are divided here
 
@@ -95,7 +91,7 @@ class RankWorker:
         self._slots = slots.stop
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
         nbytes = self._slots * slot_bytes or max(sizes, default=0)  # vLLM's one allocation
-        self.datadist = self._start(option, nbytes)
+        self.datadist = start_instance(vllm_config, self.cluster_id, self._host if self._producer else None, nbytes)
         #: Puts the cache into the pool; None without one.
         self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes and not self._slots else None
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
@@ -109,21 +105,6 @@ class RankWorker:
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self.stats = Stats()
         self._at_end = ExitStack()
-
-    def _start(self, option: Callable[..., Any], pool_bytes: int) -> LLMDataDist:
-        config = LLMConfig()
-        config.device_id = 0
-        config.enable_cache_manager = True
-        config.sync_kv_timeout = int(option("timeout_ms", 10_000))
-        if pool_bytes:
-            pages = -(-pool_bytes >> _PAGE_SHIFT)
-            config.mem_pool_cfg = json.dumps({"memory_size": pages << _PAGE_SHIFT, "page_shift": _PAGE_SHIFT})
-        if self._producer:
-            config.listen_ip_info = show_address((self._host, 0))
-        options = config.generate_options() | {"llm.Transport": str(option("transport", "auto"))}
-        datadist = LLMDataDist(LLMRole.PROMPT if self._producer else LLMRole.DECODER, self.cluster_id)
-        datadist.init(options | init_options(self._config))
-        return datadist
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
         self._rank = get_tensor_model_parallel_rank()
@@ -313,7 +294,7 @@ class RankWorker:
     def _count_end(self, grant: Grant) -> None:
         self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
 
-    def take_claimed(self) -> ClaimedRequests | None:
+    def take_told(self) -> ClaimedRequests | None:
         """Return what there is to tell since the last call."""
         found, self._told = self._told, ClaimedRequests()
         return found if found != ClaimedRequests() else None

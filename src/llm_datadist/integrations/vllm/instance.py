@@ -1,0 +1,40 @@
+"""The LLMDataDist of a connector's half, from the connector's options."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.types.cluster import show_address
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PAGE_SHIFT: Final = 16
+
+
+def init_options(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return the connector's option ``options``: further options of ``init``."""
+    given = vllm_config.kv_transfer_config.get_from_extra_config("options", {})
+    return {str(key): str(value) for key, value in dict(given).items()}
+
+
+def start_instance(vllm_config: VllmConfig, cluster_id: int, host: str | None, pool_bytes: int) -> LLMDataDist:
+    """Return an initialised LLMDataDist with a pool of ``pool_bytes``, listening at ``host`` unless that is None."""
+    option = vllm_config.kv_transfer_config.get_from_extra_config
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.sync_kv_timeout = int(option("timeout_ms", 10_000))
+    if pool_bytes:
+        pages = -(-pool_bytes >> _PAGE_SHIFT)
+        config.mem_pool_cfg = json.dumps({"memory_size": pages << _PAGE_SHIFT, "page_shift": _PAGE_SHIFT})
+    if host is not None:
+        config.listen_ip_info = show_address((host, 0))
+    options = config.generate_options() | init_options(vllm_config)
+    if (transport := str(option("transport", "auto"))) != "auto":
+        options["llm.Transport"] = transport
+    datadist = LLMDataDist(LLMRole.DECODER if host is None else LLMRole.PROMPT, cluster_id)
+    datadist.init(options)
+    return datadist

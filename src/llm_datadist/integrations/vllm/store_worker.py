@@ -1,0 +1,177 @@
+"""The LLMDataDist of one rank of an engine with a prefix store: registers the KV cache, loads hits, saves blocks.
+
+Threads: vLLM's gives orders and collects results; four load, one saves.
+Errors: a load that fails is reported, and the request computed; a save that fails is one that a later request makes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist.errors import LLMException
+from llm_datadist.integrations.vllm.identity import identity_of
+from llm_datadist.integrations.vllm.instance import start_instance
+from llm_datadist.integrations.vllm.kinds import describe
+from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
+from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
+from llm_datadist.store import Hit, namespace
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from llm_datadist import Cache
+    from llm_datadist.integrations.vllm.layout import Layout
+    from llm_datadist.store import StoreClient
+
+logger = init_logger("vllm.datadist.store")
+
+_IDLE_STEP_S: Final = 0.001
+_LOADERS: Final = 4
+
+
+def namespace_of(config: VllmConfig, layout: Layout, rank: int) -> bytes:
+    """Return the namespace of a rank's blocks: everything that, changed, makes other bytes under vLLM's hashes."""
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    return namespace(
+        fingerprint=hashlib.sha256(msgspec.msgpack.encode(layout, order="deterministic")).digest(),
+        tp_size=layout.ranks,
+        tp_rank=rank,
+        hash_algorithm=algorithm,
+        hash_seed=resolve_none_hash_seed(get_hash_fn_by_name(algorithm)),
+        salt=str(config.kv_transfer_config.get_from_extra_config("salt", "")),
+    )
+
+
+class StoreWorker:
+    """The store connector's half in one worker. Threads: vLLM's, unless stated."""
+
+    _cache: Cache  # from `register` on
+    client: StoreClient
+    _rank: int
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        option = vllm_config.kv_transfer_config.get_from_extra_config
+        self._config = vllm_config
+        self._cache_config = kv_cache_config
+        self._identity = identity_of(vllm_config)
+        sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
+        nbytes = max(sizes, default=0)  # vLLM's one allocation
+        self.cluster_id = secrets.randbits(63)
+        self.datadist = start_instance(vllm_config, self.cluster_id, None, nbytes)
+        #: Puts the cache into the pool; None without one.
+        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
+        self._at_end = ExitStack()
+        self._loaders = ThreadPoolExecutor(_LOADERS, "lldd-vllm-load")
+        self._saver = ThreadPoolExecutor(1, "lldd-vllm-save")
+        self._idle = False  # this step has no tokens
+        self._running = 0  # loads and saves that are not reported
+        self._unsaved: StoreOrders = StoreOrders()  # of this step, until :meth:`save`
+        #: By any thread: request of a load, or number of a save, and True if it failed.
+        self._ended: SimpleQueue[tuple[str | int, bool]] = SimpleQueue()
+        self._failing = False  # the last save failed
+        self._told = StoreTold()  # to the scheduler, with the next results
+
+    def register(self, views: dict[str, torch.Tensor]) -> None:
+        self._rank = get_tensor_model_parallel_rank()
+        layout, addresses = describe(views, self._config, self._cache_config, self._identity)
+        self._block_bytes = layout.rows * layout.row_bytes
+        desc = CacheDesc(len(addresses), [self._cache_config.num_blocks, self._block_bytes], DataType.DT_INT8)
+        key = BlocksCacheKey(self.cluster_id)
+        self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+        space = namespace_of(self._config, layout, self._rank)
+        self.client = client_of(self._config, self.datadist, space)
+        self._at_end.callback(self.client.close)
+        self._told.namespaces[self._rank] = space
+        said = "LLMDataDistStoreConnector: blocks of %d bytes in %d tensors, namespace %s"
+        logger.info(said, self._block_bytes, len(addresses), space.hex()[:8])
+
+    # --- orders of the scheduler --------------------------------------------------------------------------------------
+
+    def obey(self, orders: StoreOrders, *, idle: bool) -> None:
+        """Begin the scheduler's loads; never waits. ``idle``: the step has no tokens."""
+        self._idle, self._unsaved = idle, orders
+        for request, (hits, blocks) in orders.loads.items():
+            self._running += 1
+            self._loaders.submit(self._load, request, hits[self._rank], blocks)
+
+    def save(self) -> None:
+        """Begin the step's save; once for each step, when it has run. vLLM calls it although the step has failed."""
+        orders, self._unsaved = self._unsaved, StoreOrders()
+        if orders.save is not None and sys.exc_info()[0] is None:
+            self._running += 1
+            self._saver.submit(self._save, *orders.save)
+
+    # --- on a thread of a pool ----------------------------------------------------------------------------------------
+
+    def _load(self, request: str, hit: bytes, blocks: list[int]) -> None:
+        failed = False
+        try:
+            self.client.load(Hit.from_bytes(hit), self._cache, blocks, release=False)
+        except Exception as error:
+            known, failed = isinstance(error, LLMException), True
+            logger.warning("request %s is computed: %s", request, error, exc_info=None if known else error)
+        self._ended.put((request, failed))
+
+    def _save(self, number: int, keys: list[bytes], blocks: list[int]) -> None:
+        failed = True
+        try:
+            failed = self.client.save(keys, self._cache, blocks) < len(keys)
+            if failed:  # it had some, or took none
+                hit = self.client.lookup(keys)
+                self.client.release(hit)
+                failed = len(hit) < len(keys)
+                why: Exception | str = "it is gone, busy or full"
+        except Exception as error:  # noqa: BLE001 (the blocks are not in the store)
+            why = error
+        if failed and not self._failing:
+            known = not isinstance(why, Exception) or isinstance(why, LLMException)
+            logger.warning("the store does not take blocks: %s", why, exc_info=None if known else why)
+        self._failing = failed
+        self._ended.put((number, failed))
+
+    # --- what has ended -----------------------------------------------------------------------------------------------
+
+    def results(self) -> KVConnectorTransferResults:
+        """Return the requests whose load ended since the last call; in a step without tokens, wait a moment for one."""
+        wait = self._idle and self._running > 0
+        received, failed = set(), set()
+        with suppress(Empty):
+            while True:
+                what, has_failed = self._ended.get(wait, _IDLE_STEP_S)
+                wait = False
+                self._running -= 1
+                if isinstance(what, int):
+                    self._told.ended[what] += 1
+                    self._told.unsaved |= {what} if has_failed else set()
+                else:
+                    received.add(what)
+                    failed |= {what} if has_failed else set()
+        return KVConnectorTransferResults(set(), received, failed)
+
+    def take_told(self) -> StoreTold | None:
+        """Return what there is to tell since the last call."""
+        found, self._told = self._told, StoreTold()
+        return found if found != StoreTold() else None
+
+    def stop(self) -> None:
+        """End all loads and saves, then the LLMDataDist. Idempotent."""
+        self._at_end.close()
+        self.datadist.finalize()  # running ones fail
+        self._loaders.shutdown(cancel_futures=True)
+        self._saver.shutdown(cancel_futures=True)

@@ -1,0 +1,206 @@
+"""An engine in this process and a prefix store in another: hits are exact, and whatever the store does ends no request.
+
+The engine's own prefix cache is emptied between two questions, as if another engine asked; test_store_servers.py has
+several. Answers are compared with those of an engine without a store.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from five_cases import prompts
+from model import build
+from tests.vllm.seen import ENVIRONMENT
+from tests.vllm.stored import BLOCK, Engine, Other, RemoteStore, SeenStoreConnector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # vLLM and torch warn
+
+Tokens = list[int]
+LENGTHS = (127, 128, 129, 256, 300, 700)
+ASKED = [prompt[:length] for prompt, length in zip(prompts(len(LENGTHS), 700), LENGTHS, strict=True)]
+LONG = ASKED[-1]
+
+
+def full(prompt: Tokens) -> int:
+    """Return the tokens of a prompt that a store can have: whole blocks before the last token."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+def many() -> list[Tokens]:
+    """Return a hundred prompts, some of which begin alike."""
+    source, begins = random.Random(1), prompts(10, 300)
+    return [begins[number % 10][: source.randrange(100, 300)] for number in range(100)]
+
+
+@pytest.fixture(scope="module")
+def cold(checkpoint: Path, _environment: None) -> dict[int, Tokens]:
+    """Return the right answers, by the length of their prompts."""
+    with Engine(checkpoint, None) as engine:
+        return {len(prompt): engine.answers([prompt])[0][0] for prompt in ASKED}
+
+
+@pytest.fixture
+def store() -> Iterator[RemoteStore]:
+    with RemoteStore() as made:
+        yield made
+
+
+def test_another_engine_loads_what_one_has_computed(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore
+) -> None:
+    """Prompts of partial and of whole blocks, some computed in several steps; in the end no slot is held."""
+    with Engine(checkpoint, store) as engine:
+        for prompt in ASKED:
+            assert engine.answers([prompt]) == [(cold[len(prompt)], 0)]
+        engine.forget()
+        for prompt in ASKED:
+            assert engine.answers([prompt]) == [(cold[len(prompt)], full(prompt))]
+        engine.forget()
+        assert engine.answers([LONG], salt="tenant") == [(cold[len(LONG)], 0)]
+        engine.forget()
+        found = engine.answers(ASKED)  # beside each other
+        assert found == [(cold[len(prompt)], full(prompt)) for prompt in ASKED]
+        engine.forget()
+        (answer, _), *_ = engine.answers([LONG[:250]], new=16)  # completes a block itself
+        engine.forget()
+        assert engine.answers([LONG[:250] + answer])[0][1] == 256
+        engine.forget()
+    figures = store.figures()
+    assert figures["loads"] == figures["filling"] == figures["failed"] == 0
+    assert figures["published"] == figures["stored"] == sum((len(each) + 7) // BLOCK for each in ASKED) + 5 + 1
+
+
+def test_what_is_not_the_same_identity_hits_nothing(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, tmp_path: Path
+) -> None:
+    with Engine(checkpoint, store) as engine:
+        engine.answers([LONG])
+        engine.forget()
+    other: Any = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    engines: dict[str, dict[str, Any]] = {
+        "salt": {"extra": {"salt": "tenant"}},
+        "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
+        "dtype": {"dtype": "bfloat16"},
+        "rope": {"model": build(tmp_path / "rope", **other)},
+        "weights": {"model": build(tmp_path / "weights", seed=1)},
+        "none": {},
+    }
+    hits = {}
+    for name, changes in engines.items():
+        model = changes.pop("model", checkpoint)
+        with Engine(model, store, **changes) as engine:
+            ((answer, hits[name]),) = engine.answers([LONG])
+            assert (answer == cold[len(LONG)]) is (name not in {"dtype", "rope", "weights"})
+    assert hits == dict.fromkeys(engines, 0) | {"none": full(LONG)}
+
+
+def test_zeroed_slots_are_refused_and_would_give_other_tokens(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore
+) -> None:
+    with Engine(checkpoint, store) as engine:
+        engine.answers([LONG])
+        engine.forget()
+    store.zero()
+    with Engine(checkpoint, store, extra={"store_options": {"lookup_ms": 5000, "verify": False}}) as engine:
+        ((answer, hit),) = engine.answers([LONG])
+        assert hit == full(LONG)
+        assert answer != cold[len(LONG)], "an answer does not depend on what is loaded"
+    with Engine(checkpoint, store) as engine:
+        ((answer, _),) = engine.answers([LONG])
+        assert answer == cold[len(LONG)]
+        engine.forget()
+        assert engine.answers([LONG]) == [(answer, full(LONG))], "what was computed has been saved anew"
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_store_that_is_lost_between_lookup_and_load_ends_no_request(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, how: str
+) -> None:
+    with Engine(checkpoint, store, extra={"timeout_ms": 1000, "store_options": {"save_ms": 1000}}) as engine:
+        engine.answers([LONG])
+        engine.forget()
+        lost: list[str] = []
+
+        def lose() -> None:
+            lost.append(how)
+            getattr(store, how)()
+
+        SeenStoreConnector.before_load = lose
+        assert engine.answers([LONG])[0][0] == cold[len(LONG)]
+        assert lost == [how]
+        engine.forget()
+        assert engine.answers([LONG]) == [(cold[len(LONG)], 0)]
+        engine.forget()
+
+
+def test_slots_are_not_evicted_between_lookup_and_load(checkpoint: Path, cold: dict[int, Tokens]) -> None:
+    with RemoteStore(nbytes=16 << 20) as store, Engine(checkpoint, store) as engine:  # eight slots of a namespace
+        engine.answers([LONG])
+        engine.forget()
+        assert store.figures()["slots"] == 8
+
+        with Other(store, 8) as other:
+            taken: list[int] = []
+            SeenStoreConnector.before_load = lambda: taken.append(other.save(8))
+            assert engine.answers([LONG]) == [(cold[len(LONG)], full(LONG))]
+            assert taken == [3], "five are lent"
+            engine.forget()
+            assert other.save(8) == 8
+
+
+def test_a_hundred_prompts_under_twenty_blocks_are_right_and_leave_nothing(
+    checkpoint: Path, store: RemoteStore
+) -> None:
+    with Engine(checkpoint, None, 512) as engine:
+        expected = [tokens for tokens, _ in engine.answers(many(), new=40)]
+    SeenStoreConnector.digests.clear()
+    SeenStoreConnector.preempted.clear()
+    with Engine(checkpoint, store, 20, max_num_batched_tokens=512) as engine:
+        first = engine.answers(many(), new=40)
+        engine.forget()
+        again = engine.answers(many(), new=40)
+        engine.forget()
+        assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == expected
+        assert SeenStoreConnector.preempted
+        assert sum(hit for _, hit in again) > 5_000
+        with Other(store, 1) as other:
+            stored = {key: other.digest_of(key) for key in SeenStoreConnector.digests}
+        assert len(stored) > 50
+        assert all(digest in SeenStoreConnector.digests[key] for key, digest in stored.items() if digest)
+        assert sum(digest is None for digest in stored.values()) < len(stored) // 2
+    figures = store.figures()
+    assert figures["loads"] == figures["filling"] == 0
+
+
+def test_a_step_that_fails_saves_nothing(checkpoint: Path, store: RemoteStore) -> None:
+    """vLLM asks for the saves of a step although it has failed, with KV that was not computed."""
+    with Engine(checkpoint, store) as engine:
+        runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        layer = runner.model.model.layers[-1]
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise ArithmeticError("as a kernel does")
+
+        layer.forward = fail
+        SeenStoreConnector.digests.clear()
+        with pytest.raises(ArithmeticError):
+            engine.answers([LONG])
+        assert SeenStoreConnector.digests, "a save was ordered"
+    assert store.figures().get("stored", 0) == 0
