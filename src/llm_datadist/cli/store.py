@@ -55,7 +55,9 @@ def store(
             address = f"{listen.rpartition(':')[0]}:{server.port}"
             shown: dict[str, Any] = {"address": address, "cluster_id": cluster_id, "memory": size}
             if metrics is not None:
-                shown["metrics"] = _serve_metrics(server, metrics)
+                from llm_datadist.store.prometheus import serve
+
+                shown["metrics"] = serve(server, metrics)
             share = size / namespaces / 2**20
             text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
             print(_line(shown) if as_json else text, flush=True)
@@ -69,13 +71,6 @@ def store(
 
 def _line(value: dict[str, Any]) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _serve_metrics(server: StoreServer, port: int) -> int:
-    """Serve metrics in a thread; return the port."""
-    from llm_datadist.store.prometheus import serve
-
-    return serve(server, port)
 
 
 def _bytes(text: str) -> int:
