@@ -323,10 +323,15 @@ class StoreClient:
 
     def _link(self) -> bool:
         """Return True if the store is linked, after one attempt to link it."""
+        if not self._is_up():
+            # Its status does not tell: another process may be linked under this cluster id.
+            self._datadist.link_clusters([self._cluster], _DIAL_MS)
+        return self._is_up()
+
+    def _is_up(self) -> bool:
         with suppress(NotLinked):
             return self._datadist.explain(self._options.store_id).state in ("ready", "suspect")
-        _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
-        return status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+        return False
 
 
 def shape_of(cache: Cache) -> BlockShape:

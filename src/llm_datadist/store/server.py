@@ -10,7 +10,7 @@ import json
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
@@ -70,7 +70,7 @@ class _Space:
         self.loads: list[_Load] = []
         self.sweep_at = _SWEEP_EVERY
         self.used = 0  # number of the last use, among all namespaces
-        self.lookups = self.asked = self.found = self.stored = self.removed = self.failed = 0
+        self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
     def sweep(self) -> None:
         """End the loads whose grants have ended: ``active`` is False only once the guard has advanced."""
@@ -172,9 +172,7 @@ class StoreServer:
             if space is not None:
                 self._uses += 1
                 space.used = self._uses
-                space.lookups += 1
-                space.asked += len(asked.keys)
-                space.found += len(slots)
+                space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
             if space is not None and len(space.loads) >= space.sweep_at:
                 space.sweep()
             if space is None or not slots or len(space.loads) >= _MAX_LOADS:
@@ -226,7 +224,7 @@ class StoreServer:
                 if space.slots.free < len(asked.keys):
                     space.sweep()
                 filling = space.slots.fill(asked.keys)
-                space.removed += len(filling.evicted)
+                space.counts["removed"] += len(filling.evicted)
                 self._tell("removed", space.name, filling.evicted)
                 return space, filling
 
@@ -240,12 +238,12 @@ class StoreServer:
             digests = self._manager.digest_blocks(space.cache, filling.slots, space.nonce)
         except BaseException:
             with self._lock:
-                space.failed += 1
+                space.counts["failed"] += 1
                 space.slots.abandon(filling.slots)
             raise
         with self._lock:
             space.slots.publish(filling.slots, digests)
-            space.stored += len(filling.slots)
+            space.counts["stored"] += len(filling.slots)
             self._tell("stored", space.name, [asked.keys[position] for position in filling.positions])
 
     # --- namespaces ---------------------------------------------------------------------------------------------------
@@ -325,7 +323,7 @@ class StoreServer:
             with self._lock:
                 keys = space.slots.drop(wrong)
                 space.slots.end_read(slots)
-                space.removed += len(keys)
+                space.counts["removed"] += len(keys)
                 self._tell("removed", space.name, keys)
         if wrong:
             logger.error(
@@ -377,7 +375,7 @@ class StoreServer:
 
 
 def _figures(space: _Space) -> NamespaceStatistics:
-    slots = space.slots
+    slots, desc = space.slots, space.cache.cache_desc
     return NamespaceStatistics(
         namespace=space.name.hex(),
         slots=slots.count,
@@ -385,14 +383,8 @@ def _figures(space: _Space) -> NamespaceStatistics:
         filling=slots.filling,
         published=slots.published,
         loads=len(space.loads),
-        block_bytes=CacheDesc(space.shape.tensors, [1, *space.shape.shape], DataType(space.shape.data_type)).size
-        * space.shape.tensors,
-        lookups=space.lookups,
-        asked=space.asked,
-        found=space.found,
-        stored=space.stored,
-        removed=space.removed,
-        failed=space.failed,
+        block_bytes=desc.num_tensors * desc.size // slots.count,
+        **space.counts,
     )
 
 
