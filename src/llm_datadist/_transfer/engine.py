@@ -293,3 +293,4 @@ class Engine:
         self.store.check_integrity()
         self.links.check_integrity()
         self.grants.check_integrity()
+        self.questions.check_integrity()
