@@ -81,7 +81,7 @@ class Questions:
 
     def answered(self, link: Link) -> None:
         with self._lock:
-            if self._unanswered[link]:  # else the link has ended
+            if link in self._unanswered:  # else it has ended
                 self._unanswered[link] -= 1
 
     def drop_peer(self, link: Link) -> None:
