@@ -204,15 +204,18 @@ class Epoch:
     def _rest(self) -> None:
         """End the harm, and have all clients come to an end."""
         (self.folder / "stop").touch()
-        for folder in (self.folder / "gates").iterdir():
-            self._gates[folder] = True
-            Gate(folder).open()
         for actor in self._actors.values():
             actor.until = 0.0
             actor.end.signal(signal.SIGCONT)
-        for actor in [each for each in self._actors.values() if each.task]:
+        clients = [each for each in self._actors.values() if each.task]
+        limit = time.monotonic() + _PATIENCE_SECONDS
+        while not all(each.end.answered() for each in clients) and time.monotonic() < limit:
+            for folder in (self.folder / "gates").iterdir():  # some come to their last gate now
+                Gate(folder).open()
+            time.sleep(_TICK)
+        for actor in clients:
             try:
-                counts: Counter[str] = actor.end.finish(_PATIENCE_SECONDS)
+                counts: Counter[str] = actor.end.finish(0.0)
             except TimeoutError:
                 self.faults.append(f"{actor.name}: hangs")
                 continue
