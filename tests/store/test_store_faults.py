@@ -20,7 +20,7 @@ from tests.store.engines import NS, StoreFamily, family_of, keys_of
 from tests.support.ends import begin_there, freeze, frozen, result_there
 from tests.support.kinds import ChildEnd, World
 from tests.support.linking import free_port
-from tests.support.moves import show, wait_until
+from tests.support.moves import make, show, wait_until
 
 pytestmark = pytest.mark.covers("store.*")
 
@@ -388,3 +388,24 @@ def test_no_hit_comes_before_its_save_or_with_other_bytes(transport: str) -> Non
         assert any(kind == "removed" for _, kind, _, _ in events)
         stored = sum(len(keys) for _, kind, _, keys in events if kind == "stored")
         assert stored == sum(count for kind, _, _, _, count in history if kind == "save")
+
+
+def test_a_second_engine_of_the_same_cluster_id_is_kept_out_and_follows_a_dead_one() -> None:
+    with family_of() as family:
+        store = family.store()
+        first = family.engine(store)
+        keys = keys_of(0, 1)
+        assert first.do(e.save, keys, [0, 1]) == 2
+        assert first.do(e.look_up, keys) == 2
+        second = family.child("second")
+        second.start("MIX", first.cluster_id)
+        second.do(make, "kv", e.SPEC, 5)
+        assert not second.do(e.begin_client, store.port, NS)
+        assert second.do(e.look_up, keys) == second.do(e.save, keys_of(9), [0]) == 0
+        first.do(e.loads_right, keys, [4, 5])
+        assert first.do(e.look_up, keys) == 2
+        family.kill(first)
+        wait_until(lambda: e.idle(store))
+        assert second.do(connected)
+        assert second.do(e.hits, keys) == 2
+        assert second.do(e.save, keys_of(9), [0]) == 1

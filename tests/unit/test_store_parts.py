@@ -9,8 +9,7 @@ import pytest
 
 from llm_datadist.errors import CacheMismatch, ParamError
 from llm_datadist.store import Hit, StoreOptions, namespace
-from llm_datadist.store.hit import hit_of
-from llm_datadist.store.messages import FORMAT, BlockShape, Found, Lookup, Save, decode
+from llm_datadist.store.messages import FORMAT, NOTHING, BlockShape, Found, Lookup, Save, decode
 from llm_datadist.types.grant import Grant
 
 pytestmark = pytest.mark.covers("store.*")
@@ -66,7 +65,8 @@ def grant() -> Grant:
 
 def whole() -> Hit:
     slots, digests = np.array([2, 1], "<i8").tobytes(), np.arange(4, dtype="<u8").tobytes()
-    return hit_of(b"n" * 32, grant().to_bytes(), slots, digests, b"k" * 16, BlockShape(2, 1, [4, 8]), held=True)
+    found = Found(grant().to_bytes(), slots, digests, b"k" * 16, BlockShape(2, 1, [4, 8]))
+    return Hit(b"n" * 32, found, held=True)
 
 
 def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> None:
@@ -82,7 +82,7 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
     np.testing.assert_array_equal(copy.slots, [2, 1])
     np.testing.assert_array_equal(copy.digests, [[0, 1], [2, 3]])
     assert [hit.take(), hit.take(), copy.take()] == [True, False, False]
-    assert len(Hit.from_bytes(hit_of(b"n" * 32).to_bytes())) == 0
+    assert len(Hit.from_bytes(Hit(b"n" * 32).to_bytes())) == 0
     data = hit.to_bytes()
     for wrong in (b"", b"\2" + data[1:], data[:-1], data + b"\0"):
         with pytest.raises(ParamError, match="data"):
@@ -95,7 +95,7 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
     )
     for parts in incomplete:
         with pytest.raises(ParamError, match="hit:"):
-            hit_of(b"n" * 32, **parts)
+            Hit(b"n" * 32, msgspec.structs.replace(NOTHING, **parts))
 
 
 def test_a_body_of_another_format_is_named_and_a_broken_one_refused() -> None:

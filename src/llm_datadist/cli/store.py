@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from llm_datadist.cli.usage import about
+from llm_datadist.cli.usage import about, pair
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.errors import LLMException
 from llm_datadist.store import STORE_ID, StoreServer
@@ -45,7 +45,7 @@ def store(
 ) -> None:
     """Keep KV blocks of this host's engines, until interrupted. Engines find them under their complete identity."""
     size = _bytes(memory)
-    given = dict(_pair(text) for text in option or [])
+    given = dict(pair(text) for text in option or [])
     if secrets is not None:
         given[AUTH_SECRET] = str(secrets)
     ends = {signal.SIGINT, signal.SIGTERM}
@@ -55,7 +55,9 @@ def store(
             address = f"{listen.rpartition(':')[0]}:{server.port}"
             shown: dict[str, Any] = {"address": address, "cluster_id": cluster_id, "memory": size}
             if metrics is not None:
-                shown["metrics"] = _serve_metrics(server, metrics)
+                from llm_datadist.store.prometheus import serve
+
+                shown["metrics"] = serve(server, metrics)
             share = size / namespaces / 2**20
             text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
             print(_line(shown) if as_json else text, flush=True)
@@ -71,22 +73,8 @@ def _line(value: dict[str, Any]) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _serve_metrics(server: StoreServer, port: int) -> int:
-    """Serve metrics in a thread; return the port."""
-    from llm_datadist.store.prometheus import serve
-
-    return serve(server, port)
-
-
 def _bytes(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None:
         raise typer.BadParameter(f"--memory {text!r} is not a number of bytes, or of KiB, MiB, GiB or TiB as in 16GiB")
     return int(found[1]) * _UNITS[found[2]]
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
-    return key, value

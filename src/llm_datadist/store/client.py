@@ -29,7 +29,7 @@ from llm_datadist.errors import (
     StateError,
 )
 from llm_datadist.store import messages
-from llm_datadist.store.hit import Hit, hit_of
+from llm_datadist.store.hit import Hit
 from llm_datadist.store.messages import BlockShape
 from llm_datadist.types import CacheKeyByIdAndIndex, LLMClusterInfo
 from llm_datadist.types.descriptors import Cache
@@ -128,14 +128,12 @@ class StoreClient:
         """
         checked = list(_check_keys(keys)[: messages.MAX_LOOKUP_KEYS])
         if not checked or not self._usable("lookup"):
-            return hit_of(self._namespace)
+            return Hit(self._namespace)
         token = secrets.token_bytes(16)
         body = messages.Lookup(self._namespace, checked, token).encode()
         try:
             answer = self._ask(messages.LOOKUP, body, self._options.lookup_ms)
-            found = messages.decode(messages.Found, answer, self._what)
-            parts = found.grant, found.slots, found.digests, found.nonce, found.shape
-            hit = hit_of(self._namespace, *parts, held=True)
+            hit = Hit(self._namespace, messages.decode(messages.Found, answer, self._what), held=True)
             check_rule(len(hit) <= len(checked), f"{self._what} found {len(hit)} of {len(checked)} keys")
         except BaseException as error:
             # The answer may be on its way, or be none of a sound store.
@@ -143,7 +141,7 @@ class StoreClient:
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
             self._note(error)
-            return hit_of(self._namespace)
+            return Hit(self._namespace)
         return hit
 
     def _undo_lookup(self, hit: Hit) -> None:
@@ -325,10 +323,15 @@ class StoreClient:
 
     def _link(self) -> bool:
         """Return True if the store is linked, after one attempt to link it."""
+        if not self._is_up():
+            # Its status does not tell: another process may be linked under this cluster id.
+            self._datadist.link_clusters([self._cluster], _DIAL_MS)
+        return self._is_up()
+
+    def _is_up(self) -> bool:
         with suppress(NotLinked):
             return self._datadist.explain(self._options.store_id).state in ("ready", "suspect")
-        _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
-        return status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+        return False
 
 
 def shape_of(cache: Cache) -> BlockShape:
@@ -346,9 +349,8 @@ def _block_bytes(cache: Cache) -> int:
 def _check_keys(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
     checked = check_list("keys", keys, bytes)
     for i, key in enumerate(checked):
-        check_rule(
-            1 <= len(key) <= messages.MAX_KEY, f"keys[{i}]: {len(key)} bytes, 1 to {messages.MAX_KEY} are needed"
-        )
+        if not 1 <= len(key) <= messages.MAX_KEY:
+            raise ParamError(f"keys[{i}]: {len(key)} bytes, 1 to {messages.MAX_KEY} are needed")
     return checked
 
 

@@ -10,7 +10,8 @@ import json
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
 
-    Job = Callable[[], None]
+    Job = Callable[[], bytes | None]
     Client = tuple[int, str]
 
 _PAGE_SHIFT: Final = 16
@@ -45,6 +46,7 @@ _MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_
 _MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
 _MAX_EVENTS: Final = 1 << 16
 _KEYS_AT_ONCE: Final = 8192  # of events in one answer, and events
+_MAX_LOADS: Final = 1 << 16  # of one namespace: each has a guard
 _SWEEP_EVERY: Final = 64  # lookups between searches for ended grants, at least
 _PULL_MS: Final = 5000
 
@@ -68,7 +70,7 @@ class _Space:
         self.loads: list[_Load] = []
         self.sweep_at = _SWEEP_EVERY
         self.used = 0  # number of the last use, among all namespaces
-        self.lookups = self.asked = self.found = self.stored = self.removed = self.failed = 0
+        self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
     def sweep(self) -> None:
         """End the loads whose grants have ended: ``active`` is False only once the guard has advanced."""
@@ -170,13 +172,11 @@ class StoreServer:
             if space is not None:
                 self._uses += 1
                 space.used = self._uses
-                space.lookups += 1
-                space.asked += len(asked.keys)
-                space.found += len(slots)
-            if space is None or not slots:
-                return messages.Found(b"", b"", b"", b"", None).encode()
-            if len(space.loads) >= space.sweep_at:
+                space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
+            if space is not None and len(space.loads) >= space.sweep_at:
                 space.sweep()
+            if space is None or not slots or len(space.loads) >= _MAX_LOADS:
+                return messages.NOTHING.encode()
             digests = space.slots.digests(slots)
             space.slots.begin_read(slots)
         try:
@@ -199,19 +199,18 @@ class StoreServer:
             len(asked.keys) == len(asked.blocks), f"{who} sent {len(asked.blocks)} blocks for {len(asked.keys)} keys"
         )
         until = time.monotonic() + question.budget_ms / 1e3
-        self._savers.submit(_client(question), lambda: self._save(question, asked, until))
+        self._savers.submit(question, lambda: self._save(question, asked, until))
 
-    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> None:
-        with _answering(question):
-            if time.monotonic() >= until:
-                return  # its client has given up
-            grant = Grant.from_bytes(asked.grant)
-            wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
-            check_rule(grant.cluster_id == question.cluster_id, wrong)
-            space, filling = self._fill(asked)
-            if filling.slots:
-                self._pull(space, asked, grant, filling)
-            question.answer(messages.Saved(len(filling.slots)).encode())
+    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes | None:
+        if time.monotonic() >= until:
+            return None  # its client has given up
+        grant = Grant.from_bytes(asked.grant)
+        wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
+        check_rule(grant.cluster_id == question.cluster_id, wrong)
+        space, filling = self._fill(asked)
+        if filling.slots:
+            self._pull(space, asked, grant, filling)
+        return messages.Saved(len(filling.slots)).encode()
 
     def _fill(self, asked: messages.Save) -> tuple[_Space, Filling]:
         """Take slots for the keys that are missing."""
@@ -225,7 +224,7 @@ class StoreServer:
                 if space.slots.free < len(asked.keys):
                     space.sweep()
                 filling = space.slots.fill(asked.keys)
-                space.removed += len(filling.evicted)
+                space.counts["removed"] += len(filling.evicted)
                 self._tell("removed", space.name, filling.evicted)
                 return space, filling
 
@@ -239,12 +238,12 @@ class StoreServer:
             digests = self._manager.digest_blocks(space.cache, filling.slots, space.nonce)
         except BaseException:
             with self._lock:
-                space.failed += 1
+                space.counts["failed"] += 1
                 space.slots.abandon(filling.slots)
             raise
         with self._lock:
             space.slots.publish(filling.slots, digests)
-            space.stored += len(filling.slots)
+            space.counts["stored"] += len(filling.slots)
             self._tell("stored", space.name, [asked.keys[position] for position in filling.positions])
 
     # --- namespaces ---------------------------------------------------------------------------------------------------
@@ -300,19 +299,18 @@ class StoreServer:
 
     def _on_suspect(self, question: PeerQuestion) -> None:
         asked = decode(messages.Suspect, question.body, f"cluster {question.cluster_id}")
-        self._savers.submit(_client(question), lambda: self._examine(question, asked))
+        self._savers.submit(question, lambda: self._examine(asked))
 
-    def _examine(self, question: PeerQuestion, asked: messages.Suspect) -> None:
+    def _examine(self, asked: messages.Suspect) -> bytes:
         """Digest slots again, and forget those that changed; a client's word is not enough."""
-        with _answering(question):
-            with self._lock:
-                space = self._spaces.get(asked.namespace)
-                slots = [] if space is None else space.slots.published_of(asked.slots)
-                if space is not None and slots:
-                    space.slots.begin_read(slots)
-            if space is not None and slots:
-                self._compare(space, slots)
-            question.answer(b"")
+        with self._lock:
+            space = self._spaces.get(asked.namespace)
+            slots = [] if space is None else space.slots.published_of(asked.slots)
+            if space is not None:
+                space.slots.begin_read(slots)
+        if space is not None:
+            self._compare(space, slots)
+        return b""
 
     def _compare(self, space: _Space, slots: list[int]) -> None:
         wrong: list[int] = []
@@ -325,7 +323,7 @@ class StoreServer:
             with self._lock:
                 keys = space.slots.drop(wrong)
                 space.slots.end_read(slots)
-                space.removed += len(keys)
+                space.counts["removed"] += len(keys)
                 self._tell("removed", space.name, keys)
         if wrong:
             logger.error(
@@ -377,7 +375,7 @@ class StoreServer:
 
 
 def _figures(space: _Space) -> NamespaceStatistics:
-    slots = space.slots
+    slots, desc = space.slots, space.cache.cache_desc
     return NamespaceStatistics(
         namespace=space.name.hex(),
         slots=slots.count,
@@ -385,39 +383,9 @@ def _figures(space: _Space) -> NamespaceStatistics:
         filling=slots.filling,
         published=slots.published,
         loads=len(space.loads),
-        block_bytes=CacheDesc(space.shape.tensors, [1, *space.shape.shape], DataType(space.shape.data_type)).size
-        * space.shape.tensors,
-        lookups=space.lookups,
-        asked=space.asked,
-        found=space.found,
-        stored=space.stored,
-        removed=space.removed,
-        failed=space.failed,
+        block_bytes=desc.num_tensors * desc.size // slots.count,
+        **space.counts,
     )
-
-
-class _answering:  # noqa: N801 (a context manager)
-    """Refuse a question with the error of its block, which goes no further."""
-
-    def __init__(self, question: PeerQuestion) -> None:
-        self._question = question
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, LLMException):
-            self._question.refuse(error)
-            return True
-        if isinstance(error, Exception):
-            logger.error("unexpected error in a save", exc_info=error)
-            self._question.refuse(LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED))
-            return True
-        return False
-
-
-def _client(question: PeerQuestion) -> Client:
-    return question.cluster_id, question.incarnation
 
 
 class _Savers:
@@ -425,7 +393,7 @@ class _Savers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: dict[Client, deque[Job]] = {}  # with the running one's client, until it has none
+        self._jobs: dict[Client, deque[Callable[[], None]]] = {}  # with the running one's client, until it has none
         self._ready: SimpleQueue[Client | None] = SimpleQueue()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -434,8 +402,9 @@ class _Savers:
             thread.start()
             self._threads.append(thread)
 
-    def submit(self, client: Client, job: Job) -> None:
-        """Queue a job; LinkError (``LLM_LINK_BUSY``) if the client has too many."""
+    def submit(self, question: PeerQuestion, job: Job) -> None:
+        """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""
+        client = question.cluster_id, question.incarnation
         with self._lock:
             if self._closed:
                 raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
@@ -446,7 +415,7 @@ class _Savers:
             if len(jobs) >= _MAX_WAITING:
                 text = f"{_MAX_WAITING} saves of this client wait already"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            jobs.append(job)
+            jobs.append(partial(question.answer_by, job))
 
     def waiting(self) -> int:
         with self._lock:
