@@ -24,7 +24,7 @@ from faults.gates import Gate, watched
 from faults.store.history import Journal, Record, errors_logged, stop_once
 from llm_datadist import CacheDesc, DataType
 from llm_datadist.errors import CacheMismatch, ChecksumMismatch, LLMException, ParamError
-from llm_datadist.store import Hit, StoreClient, StoreOptions, namespace
+from llm_datadist.store import STORE_ID, Hit, StoreClient, StoreOptions, messages, namespace
 from llm_datadist.views import tensor_views
 from tests.support.kv import POISON, bytes_of, key_of
 from tests.support.world import World
@@ -326,6 +326,7 @@ class Liar(Client):
         "hoard": 2,
         "nonsense": 3,
         "intrude": 0.2,
+        "babble": 4,
         "reopen": 1,
     }
 
@@ -404,6 +405,25 @@ class Liar(Client):
         with closing(StoreClient(self.world.dd, self.task.address, space.namespace, OPTIONS)) as client:
             if client.connect(1.0):
                 self.call("lie: save in another namespace", client.save, keys, self.cache, blocks)
+
+    def babble(self) -> None:
+        """Send questions that no client sends."""
+        hit = self.call("lookup", self.client.lookup, [self.space.key(self.chance.randrange(self.space.keys))])
+        name, (keys, _), token = self.space.namespace, self.own(), bytes(16)
+        shape = messages.BlockShape(self.space.tensors, DataType.DT_UINT64.value, [self.space.nbytes // 8])
+        bodies = [
+            self.chance.randbytes(self.chance.randrange(200)),
+            bytes([messages.FORMAT]) + self.chance.randbytes(self.chance.randrange(200)),
+            messages.Lookup(name, keys, token).encode(),
+            messages.Lookup(name, [self.space.key(each) for each in range(RUN)], token).encode(),  # the same token
+            messages.Suspect(name, list(range(RUN * RUN))).encode(),
+            messages.EventsAfter(self.chance.randrange(1 << 40)).encode(),
+        ]
+        if hit and hit.grant is not None:  # which is the store's own
+            bodies.append(messages.Save(name, shape, keys[:1], [0], hit.grant.to_bytes()).encode())
+        questions = messages.LOOKUP, messages.SAVE, messages.SUSPECT, messages.EVENTS, "llm_datadist.store nothing"
+        for body in bodies:
+            self.call("lie: babble", self.world.dd.ask, STORE_ID, self.chance.choice(questions), body, 300)
 
     def nonsense(self) -> None:
         """Calls with arguments that no sound client has."""

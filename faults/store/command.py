@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from faults.gates import Gate
 from faults.store import server
-from faults.store.clients import BLOCKS, FAULT, Space, Task, refill, run
+from faults.store.clients import BLOCKS, FAULT, ROLES, Space, Task, refill, run
 from faults.store.history import Published, Record, records_of
 from tests.support.ends import ChildEnd
 from tests.support.linking import free_port
@@ -278,6 +278,10 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             total += epoch.counts
             line = ", ".join(f"{epoch.counts[each]} {each}" for each in ("save", "lookup", "hits", "load"))
             yield "\n    ".join([f"epoch {number}, {transport}: {line}", *epoch.faults[:20]]), not epoch.faults
+    wanted = {f"{role}, at {step}" for role, each in ROLES.items() for step in each.gates}
+    wanted |= {f"store, at {step}" for step in server.STEPS}
+    missed = wanted - {name.partition(", ")[2] for name in total}
+    yield f"gates that nobody came to: {'; '.join(sorted(missed)) or 'none'}", True
     for name, count in sorted(total.items()):
         yield f"{name:48}{count:>14,}", True
 
