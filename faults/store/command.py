@@ -79,7 +79,10 @@ class Epoch:
                 self._event()
                 self._attend(self._chance.uniform(*_PAUSES))
             self._rest()
-            self._judge()
+            try:
+                self._judge()
+            except Exception as error:  # noqa: BLE001 (whatever it is)
+                self.faults.append(f"the judgement: {error!r}")
         finally:
             for each in self._actors.values():
                 each.end.signal(signal.SIGCONT)
