@@ -315,6 +315,9 @@ def test_a_store_with_bad_arguments_does_not_start(arguments: tuple[object, ...]
         StoreServer(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ParamError, match="namespaces"):
         StoreServer(1 << 20, namespaces=0)
+    for name in ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress"):
+        with pytest.raises(ParamError, match=f"{name}=1, a store needs 0"):
+            StoreServer(1 << 20, options={name: "1"})
 
 
 def two_ranks(world: World, port: int) -> None:

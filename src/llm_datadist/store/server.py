@@ -22,7 +22,7 @@ from llm_datadist._checks import check_int, check_rule
 from llm_datadist._log import logger
 from llm_datadist.config import LLMConfig
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import CacheMismatch, LinkError, LLMException, LLMStatusCode, ParamError
+from llm_datadist.errors import CacheMismatch, DeadlineExceeded, LinkError, LLMException, LLMStatusCode, ParamError
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.messages import BlockShape, Event, decode
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
 
-    Job = Callable[[], bytes | None]
+    Job = Callable[[], bytes]
     Client = tuple[int, str]
 
+#: Options by which peers could write slots.
+_SEALED: Final = ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress")
 _PAGE_SHIFT: Final = 16
 _THREADS: Final = 8
 _MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_BUSY
@@ -95,7 +97,8 @@ class StoreServer:
         listen: "ip:port"; port 0 picks a free one.
         cluster_id: Cluster id, unique among all that link to each other.
         namespaces: Number of namespaces, which share the pool equally. One more displaces the one used least recently.
-        options: More options of ``init``.
+        options: More options of ``init``, but none that lets peers write: ``llm.EnableRemoteCacheAccessible`` and
+            ``llm.WriteByAddress`` are 0.
 
     Raises:
         ParamError: An argument breaks its rule.
@@ -113,6 +116,9 @@ class StoreServer:
     ) -> None:
         count, size = check_int("namespaces", namespaces), check_int("memory", memory)
         check_rule(count >= 1, f"namespaces: {count}, at least 1 is needed")
+        given = dict(options or {})
+        for name in _SEALED:
+            check_rule(given.setdefault(name, "0") == "0", f"options: {name}={given[name]}, a store needs 0")
         self._share = size // count >> _PAGE_SHIFT << _PAGE_SHIFT
         check_rule(self._share > 0, f"memory: {size} bytes, at least {count << _PAGE_SHIFT} are needed")
         self._most = count
@@ -124,7 +130,7 @@ class StoreServer:
         self._number = 0
         self._cleared = 0
         self._datadist = LLMDataDist(LLMRole.MIX, cluster_id)
-        self._datadist.init(_options(size, listen) | (options or {}))
+        self._datadist.init(_options(size, listen) | given)
         try:
             self._manager = self._datadist.cache_manager
             self._savers = _Savers()
@@ -201,9 +207,9 @@ class StoreServer:
         until = time.monotonic() + question.budget_ms / 1e3
         self._savers.submit(question, lambda: self._save(question, asked, until))
 
-    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes | None:
+    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes:
         if time.monotonic() >= until:
-            return None  # its client has given up
+            raise DeadlineExceeded("save: its client has given up")
         grant = Grant.from_bytes(asked.grant)
         wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
         check_rule(grant.cluster_id == question.cluster_id, wrong)
