@@ -107,7 +107,7 @@ test: $(STAMP)
 # The tests of the prefix store, then its campaign, or what STORE says of it.
 STORE ?= --seconds 60
 test-store: $(STAMP)
-	@$(BIN)/python -m pytest tests/store tests/conformance/test_wrong_kv.py faults/tests/test_store.py
+	@$(BIN)/python -m pytest tests/store $(wildcard tests/unit/test_store_*.py) tests/conformance/test_wrong_kv.py faults/tests/test_store.py
 	@$(BIN)/python -m faults store $(STORE)
 
 test-torch: $(FULL_VENV)/.installed

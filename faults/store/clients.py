@@ -23,8 +23,8 @@ from faults.campaign.journal import Interrupted
 from faults.gates import Gate, watched
 from faults.store.history import Journal, Record, errors_logged, stop_once
 from llm_datadist import CacheDesc, DataType
-from llm_datadist.errors import ChecksumMismatch, LLMException, ParamError
-from llm_datadist.store import Hit, StoreClient, StoreOptions, namespace
+from llm_datadist.errors import CacheMismatch, ChecksumMismatch, LLMException, ParamError
+from llm_datadist.store import STORE_ID, Hit, StoreClient, StoreOptions, messages, namespace
 from llm_datadist.views import tensor_views
 from tests.support.kv import POISON, bytes_of, key_of
 from tests.support.world import World
@@ -326,6 +326,7 @@ class Liar(Client):
         "hoard": 2,
         "nonsense": 3,
         "intrude": 0.2,
+        "babble": 4,
         "reopen": 1,
     }
 
@@ -358,15 +359,17 @@ class Liar(Client):
             thread.join()
 
     def other_geometry(self) -> None:
-        """Save and load with caches whose blocks have another shape than the namespace's."""
+        """Save and load with caches whose blocks have another shape than the namespace's, once it has one."""
+        hit = self.call("lookup", self.client.lookup, [self.space.key(self.chance.randrange(self.space.keys))])
+        if not hit:
+            return  # the first save decides on the shape
         desc = CacheDesc(self.space.tensors + 1, [RUN, self.space.nbytes // 16], DataType.DT_UINT64)
         cache = self.world.cm.allocate_blocks_cache(desc)
         keys, _ = self.own()
         self._note_own(keys)
         blocks = list(range(len(keys)))
         self.call("lie: other geometry saved", self.client.save, keys, cache, blocks)
-        if hit := self.call("lookup", self.client.lookup, [self.space.key(0)]):
-            self.call("lie: other geometry loaded", self.client.load, hit, cache, [0])
+        self.call("lie: other geometry loaded", self.client.load, hit, cache, [0])
         with suppress(LLMException):
             self.world.cm.deallocate_blocks_cache(cache)
 
@@ -403,6 +406,25 @@ class Liar(Client):
             if client.connect(1.0):
                 self.call("lie: save in another namespace", client.save, keys, self.cache, blocks)
 
+    def babble(self) -> None:
+        """Send questions that no client sends."""
+        hit = self.call("lookup", self.client.lookup, [self.space.key(self.chance.randrange(self.space.keys))])
+        name, (keys, _), token = self.space.namespace, self.own(), bytes(16)
+        shape = messages.BlockShape(self.space.tensors, DataType.DT_UINT64.value, [self.space.nbytes // 8])
+        bodies = [
+            self.chance.randbytes(self.chance.randrange(200)),
+            bytes([messages.FORMAT]) + self.chance.randbytes(self.chance.randrange(200)),
+            messages.Lookup(name, keys, token).encode(),
+            messages.Lookup(name, [self.space.key(each) for each in range(RUN)], token).encode(),  # the same token
+            messages.Suspect(name, list(range(RUN * RUN))).encode(),
+            messages.EventsAfter(self.chance.randrange(1 << 40)).encode(),
+        ]
+        if hit and hit.grant is not None:  # which is the store's own
+            bodies.append(messages.Save(name, shape, keys[:1], [0], hit.grant.to_bytes()).encode())
+        questions = messages.LOOKUP, messages.SAVE, messages.SUSPECT, messages.EVENTS, "llm_datadist.store nothing"
+        for body in bodies:
+            self.call("lie: babble", self.world.dd.ask, STORE_ID, self.chance.choice(questions), body, 300)
+
     def nonsense(self) -> None:
         """Calls with arguments that no sound client has."""
         keys, blocks = self.own()
@@ -431,7 +453,10 @@ def refill(world: World, address: str, space: Space, count: int) -> int:
     with closing(StoreClient(world.dd, address, space.namespace, patient)) as client:
         assert client.connect(10.0)
         # By one call, because SIEVE may evict new keys, but none that is being filled.
-        stored = client.save(keys, cache, [0] * count)
+        try:
+            stored = client.save(keys, cache, [0] * count)
+        except CacheMismatch:
+            return 0  # a liar was the first to save after a store had begun
         found = sum(len(client.lookup([key])) for key in keys)
     world.cm.deallocate_blocks_cache(cache)
     return count - min(stored, found)

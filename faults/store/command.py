@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from faults.gates import Gate
 from faults.store import server
-from faults.store.clients import BLOCKS, FAULT, Space, Task, refill, run
+from faults.store.clients import BLOCKS, FAULT, ROLES, Space, Task, refill, run
 from faults.store.history import Published, Record, records_of
 from tests.support.ends import ChildEnd
 from tests.support.linking import free_port
@@ -79,7 +79,10 @@ class Epoch:
                 self._event()
                 self._attend(self._chance.uniform(*_PAUSES))
             self._rest()
-            self._judge()
+            try:
+                self._judge()
+            except Exception as error:  # noqa: BLE001 (whatever it is)
+                self.faults.append(f"the judgement: {error!r}")
         finally:
             for each in self._actors.values():
                 each.end.signal(signal.SIGCONT)
@@ -204,15 +207,18 @@ class Epoch:
     def _rest(self) -> None:
         """End the harm, and have all clients come to an end."""
         (self.folder / "stop").touch()
-        for folder in (self.folder / "gates").iterdir():
-            self._gates[folder] = True
-            Gate(folder).open()
         for actor in self._actors.values():
             actor.until = 0.0
             actor.end.signal(signal.SIGCONT)
-        for actor in [each for each in self._actors.values() if each.task]:
+        clients = [each for each in self._actors.values() if each.task]
+        limit = time.monotonic() + _PATIENCE_SECONDS
+        while not all(each.end.answered() for each in clients) and time.monotonic() < limit:
+            for folder in (self.folder / "gates").iterdir():  # some come to their last gate now
+                Gate(folder).open()
+            time.sleep(_TICK)
+        for actor in clients:
             try:
-                counts: Counter[str] = actor.end.finish(_PATIENCE_SECONDS)
+                counts: Counter[str] = actor.end.finish(0.0)
             except TimeoutError:
                 self.faults.append(f"{actor.name}: hangs")
                 continue
@@ -275,6 +281,10 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             total += epoch.counts
             line = ", ".join(f"{epoch.counts[each]} {each}" for each in ("save", "lookup", "hits", "load"))
             yield "\n    ".join([f"epoch {number}, {transport}: {line}", *epoch.faults[:20]]), not epoch.faults
+    wanted = {f"{role}, at {step}" for role, each in ROLES.items() for step in each.gates}
+    wanted |= {f"store, at {step}" for step in server.STEPS}
+    missed = wanted - {name.partition(", ")[2] for name in total}
+    yield f"gates that nobody came to: {'; '.join(sorted(missed)) or 'none'}", True
     for name, count in sorted(total.items()):
         yield f"{name:48}{count:>14,}", True
 

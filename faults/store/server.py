@@ -11,7 +11,7 @@ import numpy as np
 from faults.gates import Gate, watched
 from faults.store.history import Journal, Record, errors_logged, stop_once
 from llm_datadist._native import steps
-from llm_datadist.store import STORE_ID, StoreServer
+from llm_datadist.store import StoreServer
 from llm_datadist.views import tensor_views
 from tests.support.moves import wait_until
 from tests.support.world import World
@@ -144,6 +144,3 @@ def linked(world: World) -> set[int]:
 def alone(world: World, cluster_id: int) -> None:
     """Wait until a cluster is not linked any more."""
     wait_until(lambda: cluster_id not in linked(world))
-
-
-__all__ = ["STEPS", "STORE_ID", "flip", "index", "left_over", "linked", "replayed", "shut", "slots", "start", "stop"]
