@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_rule, check_text, check_type
@@ -76,14 +77,7 @@ class Questions:
         peer = link.peer
         asker = _Asker(self, link, message.id)
         question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, asker)
-        try:
-            if (answer := handler(question)) is not None:
-                question.answer(answer)
-        except LLMException as error:
-            question.refuse(error)
-        except Exception as error:  # noqa: BLE001 (a handler of the user; the peer would wait)
-            logger.error("unexpected error of the handler of questions %r", message.name, exc_info=error)
-            question.refuse(LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED))
+        question.answer_by(partial(handler, question))
 
     def answered(self, link: Link) -> None:
         with self._lock:

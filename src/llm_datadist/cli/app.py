@@ -11,6 +11,7 @@ from llm_datadist.cli.bench import bench
 from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
 from llm_datadist.cli.size import size
+from llm_datadist.cli.store import store
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, about, answer, examples
 from llm_datadist.config import TRANSPORT
@@ -88,6 +89,12 @@ app.command(
         "llm-datadist size --layers 61 --kv-heads 1 --head-dim 576 --tensors-per-layer 1 --tokens 100000",
     )
 )(size)
+app.command(
+    epilog=examples(
+        "llm-datadist store --memory 16GiB",
+        "llm-datadist store --memory 16GiB --namespaces 2 --metrics 9400 --json",
+    )
+)(store)
 app.command(
     epilog=examples("llm-datadist top", "llm-datadist top --once --json", "llm-datadist top --connect decode-7")
 )(top)

@@ -24,12 +24,12 @@ from llm_datadist.errors import (
     LinkError,
     LLMException,
     LLMStatusCode,
-    NotInitialized,
+    NotLinked,
     ParamError,
     StateError,
 )
 from llm_datadist.store import messages
-from llm_datadist.store.hit import Hit, hit_of
+from llm_datadist.store.hit import Hit
 from llm_datadist.store.messages import BlockShape
 from llm_datadist.types import CacheKeyByIdAndIndex, LLMClusterInfo
 from llm_datadist.types.descriptors import Cache
@@ -103,7 +103,6 @@ class StoreClient:
         self._options = given
         self._cluster = _cluster(given.store_id, address)
         self._what = f"store at {address}"
-        self._lock = threading.Lock()
         self._wanted = threading.Event()  # the thread should dial
         self._linked = threading.Event()
         self._closed = False
@@ -129,14 +128,12 @@ class StoreClient:
         """
         checked = list(_check_keys(keys)[: messages.MAX_LOOKUP_KEYS])
         if not checked or not self._usable("lookup"):
-            return hit_of(self._namespace)
+            return Hit(self._namespace)
         token = secrets.token_bytes(16)
         body = messages.Lookup(self._namespace, checked, token).encode()
         try:
             answer = self._ask(messages.LOOKUP, body, self._options.lookup_ms)
-            found = messages.decode(messages.Found, answer, self._what)
-            parts = found.grant, found.slots, found.digests, found.nonce, found.shape
-            hit = hit_of(self._namespace, *parts, held=True)
+            hit = Hit(self._namespace, messages.decode(messages.Found, answer, self._what), held=True)
             check_rule(len(hit) <= len(checked), f"{self._what} found {len(hit)} of {len(checked)} keys")
         except BaseException as error:
             # The answer may be on its way, or be none of a sound store.
@@ -144,7 +141,7 @@ class StoreClient:
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
             self._note(error)
-            return hit_of(self._namespace)
+            return Hit(self._namespace)
         return hit
 
     def _undo_lookup(self, hit: Hit) -> None:
@@ -288,7 +285,7 @@ class StoreClient:
         if isinstance(error, LinkError) and error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
             self._linked.clear()
             self._wanted.set()
-        elif not isinstance(error, GrantEnded):
+        elif not isinstance(error, (LinkError, GrantEnded)):
             self._resume_at = time.monotonic() + self._options.pause_seconds
         text = named(error)
         if not isinstance(error, (LinkError, DeadlineExceeded, GrantEnded)) and text != self._warned:
@@ -309,10 +306,10 @@ class StoreClient:
                 return
             self._wanted.clear()
             try:
-                _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
-            except (NotInitialized, StateError):
+                linked = self._link()
+            except StateError:
                 return  # finalized
-            if status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
+            if linked:
                 self._resume_at, pause = 0.0, _FIRST_PAUSE
                 self._linked.set()
                 continue
@@ -323,6 +320,13 @@ class StoreClient:
                     return
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._wanted.set()
+
+    def _link(self) -> bool:
+        """Return True if the store is linked, after one attempt to link it."""
+        with suppress(NotLinked):
+            return self._datadist.explain(self._options.store_id).state in ("ready", "suspect")
+        _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
+        return status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
 
 
 def shape_of(cache: Cache) -> BlockShape:
@@ -340,9 +344,8 @@ def _block_bytes(cache: Cache) -> int:
 def _check_keys(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
     checked = check_list("keys", keys, bytes)
     for i, key in enumerate(checked):
-        check_rule(
-            1 <= len(key) <= messages.MAX_KEY, f"keys[{i}]: {len(key)} bytes, 1 to {messages.MAX_KEY} are needed"
-        )
+        if not 1 <= len(key) <= messages.MAX_KEY:
+            raise ParamError(f"keys[{i}]: {len(key)} bytes, 1 to {messages.MAX_KEY} are needed")
     return checked
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
 
 from llm_datadist._checks import check_type
 from llm_datadist.errors import ParamError
-from llm_datadist.store.messages import BlockShape, Namespace  # noqa: TC001 (msgspec evaluates annotations)
+from llm_datadist.store.messages import NOTHING, Found, Namespace
 from llm_datadist.types.grant import Grant
 
-_VERSION: Final = 1
+_HIT_VERSION: Final = 1
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     namespace: Namespace
-    grant: bytes
-    slots: bytes
-    digests: bytes
-    nonce: Annotated[bytes, msgspec.Meta(max_length=16)]
-    shape: BlockShape | None
+    found: Found
 
 
 _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
@@ -44,30 +40,27 @@ class Hit:
         shape: Tensors and shape of a block, or None for a miss.
     """
 
-    __slots__ = ("_held", "digests", "grant", "namespace", "nonce", "shape", "slots")
+    __slots__ = ("_found", "_held", "digests", "grant", "namespace", "nonce", "shape", "slots")
 
-    def __init__(self, wire: _Wire, *, held: bool = False) -> None:
-        self.namespace = wire.namespace
-        self.grant = Grant.from_bytes(wire.grant) if wire.grant else None
-        if len(wire.slots) % 8 or len(wire.digests) != 2 * len(wire.slots):
-            raise ParamError(f"hit: {len(wire.slots)} bytes of slots, {len(wire.digests)} of digests do not fit")
-        self.slots: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(wire.slots, "<i8")
-        self.digests: np.ndarray[Any, np.dtype[np.uint64]] = np.frombuffer(wire.digests, "<u8").reshape(-1, 2)
-        self.nonce = wire.nonce
-        self.shape = wire.shape
+    def __init__(self, namespace: bytes, found: Found = NOTHING, *, held: bool = False) -> None:
+        sizes = len(found.slots) // 8, len(found.digests) // 16
+        parts = {bool(each) for each in (found.slots, found.grant, found.shape, len(found.nonce) == 16)}
+        if sizes != (len(found.slots) / 8, len(found.slots) / 8) or len(found.digests) % 16 or len(parts) > 1:
+            raise ParamError(f"hit: {sizes[0]} slots, {sizes[1]} digests do not fit, or a part is missing")
+        self._found = found
         self._held = held  # by this instance, until released
-        parts = {bool(wire.slots), self.grant is not None, self.shape is not None, len(self.nonce) == 16}
-        if len(parts) > 1:
-            raise ParamError("hit: a part is missing")
+        self.namespace = namespace
+        self.grant = Grant.from_bytes(found.grant) if found.grant else None
+        self.slots: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(found.slots, "<i8")
+        self.digests: np.ndarray[Any, np.dtype[np.uint64]] = np.frombuffer(found.digests, "<u8").reshape(-1, 2)
+        self.nonce, self.shape = found.nonce, found.shape
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def to_bytes(self) -> bytes:
         """Return the hit as bytes, for another process that is linked to the same store."""
-        grant = b"" if self.grant is None else self.grant.to_bytes()
-        parts = self.namespace, grant, self.slots.tobytes(), self.digests.tobytes(), self.nonce, self.shape
-        return bytes([_VERSION]) + _encode(_Wire(*parts))
+        return bytes([_HIT_VERSION]) + _encode(_Wire(self.namespace, self._found))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -78,9 +71,13 @@ class Hit:
             ParamError: ``data`` has no hit, or one of another version of the format.
         """
         check_type("data", data, bytes)
-        if not data or data[0] != _VERSION:
-            raise ParamError(f"data: a hit of version {data[0] if data else 'none'}; this release reads {_VERSION}")
-        return cls(_parse(memoryview(data)[1:]))
+        if not data or data[0] != _HIT_VERSION:
+            raise ParamError(f"data: a hit of version {data[0] if data else 'none'}; this release reads {_HIT_VERSION}")
+        try:
+            wire = _decode(memoryview(data)[1:])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ParamError(f"data: {len(data)} bytes that are not a hit: {error}") from error
+        return cls(wire.namespace, wire.found)
 
     def take(self) -> bool:
         """Return True once, for the instance that has to release the hit."""
@@ -89,24 +86,3 @@ class Hit:
 
     def __repr__(self) -> str:
         return f"<Hit of {len(self)} keys in {self.namespace[:4].hex()}: {self.grant!r}>"
-
-
-def _parse(data: memoryview) -> _Wire:
-    try:
-        return _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ParamError(f"data: {len(data)} bytes that are not a hit: {error}") from error
-
-
-def hit_of(
-    namespace: bytes,
-    grant: bytes = b"",
-    slots: bytes = b"",
-    digests: bytes = b"",
-    nonce: bytes = b"",
-    shape: BlockShape | None = None,
-    *,
-    held: bool = False,
-) -> Hit:
-    """Return a hit of these parts, a miss without them. Raises ParamError if they do not fit."""
-    return Hit(_Wire(namespace, grant, slots, digests, nonce, shape), held=held)

@@ -59,7 +59,7 @@ class Lookup(Body, frozen=True):
 class Found(Body, frozen=True):
     """Answer to :class:`Lookup`: slots (int64) and digests (two uint64 each), little-endian, in the order of the keys.
 
-    Without a found key all are empty, and ``grant`` too.
+    Without a found key it is :data:`NOTHING`.
     """
 
     grant: bytes
@@ -67,6 +67,9 @@ class Found(Body, frozen=True):
     digests: bytes
     nonce: bytes
     shape: BlockShape | None
+
+
+NOTHING: Final = Found(b"", b"", b"", b"", None)
 
 
 class Save(Body, frozen=True):

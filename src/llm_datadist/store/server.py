@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
 
-    Job = Callable[[], None]
+    Job = Callable[[], bytes | None]
     Client = tuple[int, str]
 
 _PAGE_SHIFT: Final = 16
@@ -45,6 +46,7 @@ _MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_
 _MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
 _MAX_EVENTS: Final = 1 << 16
 _KEYS_AT_ONCE: Final = 8192  # of events in one answer, and events
+_MAX_LOADS: Final = 1 << 16  # of one namespace: each has a guard
 _SWEEP_EVERY: Final = 64  # lookups between searches for ended grants, at least
 _PULL_MS: Final = 5000
 
@@ -173,10 +175,10 @@ class StoreServer:
                 space.lookups += 1
                 space.asked += len(asked.keys)
                 space.found += len(slots)
-            if space is None or not slots:
-                return messages.Found(b"", b"", b"", b"", None).encode()
-            if len(space.loads) >= space.sweep_at:
+            if space is not None and len(space.loads) >= space.sweep_at:
                 space.sweep()
+            if space is None or not slots or len(space.loads) >= _MAX_LOADS:
+                return messages.NOTHING.encode()
             digests = space.slots.digests(slots)
             space.slots.begin_read(slots)
         try:
@@ -195,22 +197,22 @@ class StoreServer:
     def _on_save(self, question: PeerQuestion) -> None:
         who = f"cluster {question.cluster_id}"
         asked = decode(messages.Save, question.body, who)
-        grant = Grant.from_bytes(asked.grant)
-        check_rule(grant.cluster_id == question.cluster_id, f"{who} sent a grant of cluster {grant.cluster_id}")
         check_rule(
             len(asked.keys) == len(asked.blocks), f"{who} sent {len(asked.blocks)} blocks for {len(asked.keys)} keys"
         )
         until = time.monotonic() + question.budget_ms / 1e3
-        self._savers.submit(_client(question), lambda: self._save(question, asked, grant, until))
+        self._savers.submit(question, lambda: self._save(question, asked, until))
 
-    def _save(self, question: PeerQuestion, asked: messages.Save, grant: Grant, until: float) -> None:
-        with _answering(question):
-            if time.monotonic() >= until:
-                return  # its client has given up
-            space, filling = self._fill(asked)
-            if filling.slots:
-                self._pull(space, asked, grant, filling)
-            question.answer(messages.Saved(len(filling.slots)).encode())
+    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes | None:
+        if time.monotonic() >= until:
+            return None  # its client has given up
+        grant = Grant.from_bytes(asked.grant)
+        wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
+        check_rule(grant.cluster_id == question.cluster_id, wrong)
+        space, filling = self._fill(asked)
+        if filling.slots:
+            self._pull(space, asked, grant, filling)
+        return messages.Saved(len(filling.slots)).encode()
 
     def _fill(self, asked: messages.Save) -> tuple[_Space, Filling]:
         """Take slots for the keys that are missing."""
@@ -299,19 +301,18 @@ class StoreServer:
 
     def _on_suspect(self, question: PeerQuestion) -> None:
         asked = decode(messages.Suspect, question.body, f"cluster {question.cluster_id}")
-        self._savers.submit(_client(question), lambda: self._examine(question, asked))
+        self._savers.submit(question, lambda: self._examine(asked))
 
-    def _examine(self, question: PeerQuestion, asked: messages.Suspect) -> None:
+    def _examine(self, asked: messages.Suspect) -> bytes:
         """Digest slots again, and forget those that changed; a client's word is not enough."""
-        with _answering(question):
-            with self._lock:
-                space = self._spaces.get(asked.namespace)
-                slots = [] if space is None else space.slots.published_of(asked.slots)
-                if space is not None and slots:
-                    space.slots.begin_read(slots)
-            if space is not None and slots:
-                self._compare(space, slots)
-            question.answer(b"")
+        with self._lock:
+            space = self._spaces.get(asked.namespace)
+            slots = [] if space is None else space.slots.published_of(asked.slots)
+            if space is not None:
+                space.slots.begin_read(slots)
+        if space is not None:
+            self._compare(space, slots)
+        return b""
 
     def _compare(self, space: _Space, slots: list[int]) -> None:
         wrong: list[int] = []
@@ -395,36 +396,12 @@ def _figures(space: _Space) -> NamespaceStatistics:
     )
 
 
-class _answering:  # noqa: N801 (a context manager)
-    """Refuse a question with the error of its block, which goes no further."""
-
-    def __init__(self, question: PeerQuestion) -> None:
-        self._question = question
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, LLMException):
-            self._question.refuse(error)
-            return True
-        if isinstance(error, Exception):
-            logger.error("unexpected error in a save", exc_info=error)
-            self._question.refuse(LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED))
-            return True
-        return False
-
-
-def _client(question: PeerQuestion) -> Client:
-    return question.cluster_id, question.incarnation
-
-
 class _Savers:
     """Threads ``llm-datadist-store-save-<n>``: they do the jobs of each client one after the other, in its order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: dict[Client, deque[Job]] = {}  # with the running one's client, until it has none
+        self._jobs: dict[Client, deque[Callable[[], None]]] = {}  # with the running one's client, until it has none
         self._ready: SimpleQueue[Client | None] = SimpleQueue()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -433,8 +410,9 @@ class _Savers:
             thread.start()
             self._threads.append(thread)
 
-    def submit(self, client: Client, job: Job) -> None:
-        """Queue a job; LinkError (``LLM_LINK_BUSY``) if the client has too many."""
+    def submit(self, question: PeerQuestion, job: Job) -> None:
+        """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""
+        client = question.cluster_id, question.incarnation
         with self._lock:
             if self._closed:
                 raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
@@ -445,7 +423,7 @@ class _Savers:
             if len(jobs) >= _MAX_WAITING:
                 text = f"{_MAX_WAITING} saves of this client wait already"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            jobs.append(job)
+            jobs.append(partial(question.answer_by, job))
 
     def waiting(self) -> int:
         with self._lock:

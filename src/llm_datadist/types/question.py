@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from llm_datadist._log import logger
+from llm_datadist.errors import LLMException, LLMStatusCode
+
 if TYPE_CHECKING:
-    from llm_datadist.errors import LLMException
+    from collections.abc import Callable
 
 
 class Asker(Protocol):
@@ -48,6 +51,17 @@ class PeerQuestion:
     def refuse(self, error: LLMException) -> None:
         """Send status and text of an error instead, as :meth:`answer`."""
         self._asker.send(self, error)
+
+    def answer_by(self, function: Callable[[], bytes | None]) -> None:
+        """Answer with what ``function`` returns, unless that is None; refuse with what it raises."""
+        try:
+            if (body := function()) is not None:
+                self.answer(body)
+        except LLMException as error:
+            self.refuse(error)
+        except Exception as error:  # noqa: BLE001 (of the user; the peer would wait)
+            logger.error("unexpected error while a question is answered", exc_info=error)
+            self.refuse(LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED))
 
     def __repr__(self) -> str:
         return f"<PeerQuestion of {len(self.body)} bytes from cluster {self.cluster_id}>"

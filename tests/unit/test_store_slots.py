@@ -1,0 +1,200 @@
+"""The slots of the store against a simple model, step by step, under hypothesis; SIEVE against a list."""
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from llm_datadist.errors import StateError
+from llm_datadist.store import slots as module
+from llm_datadist.store.slots import TRANSITIONS, SlotEvent, Slots, SlotState
+
+SLOTS: Final = 5
+KEYS: Final = [bytes([n]) for n in range(9)]
+some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
+
+
+class Sieve:
+    """SIEVE as its authors write it: a list from the oldest to the newest, and a hand."""
+
+    def __init__(self) -> None:
+        self.queue: list[bytes] = []
+        self.visited: set[bytes] = set()
+        self.hand: bytes | None = None
+
+    def after(self, key: bytes) -> bytes | None:
+        at = self.queue.index(key) + 1
+        return self.queue[at] if at < len(self.queue) else None
+
+    def remove(self, key: bytes) -> None:
+        if self.hand == key:
+            self.hand = self.after(key)
+        self.queue.remove(key)
+        self.visited.discard(key)
+
+    def evict(self, read: set[bytes]) -> bytes | None:
+        if not set(self.queue) - read:
+            return None
+        while True:
+            key = self.hand if self.hand is not None else self.queue[0]
+            if key not in read and key not in self.visited:
+                self.remove(key)
+                return key
+            if key not in read:
+                self.visited.discard(key)
+            self.hand = self.after(key)
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    """The oracle knows what each slot holds, who reads it, and which keys are found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots(SLOTS)
+        self.sieve = Sieve()
+        self.held: dict[int, tuple[bytes, int]] = {}  # slot -> key, number of its contents
+        self.filling: list[list[int]] = []  # calls of fill
+        self.reads: list[dict[int, tuple[bytes, int]]] = []  # what each reader was promised
+        self.dropped: set[int] = set()
+        self.numbers = 0
+
+    def found(self) -> dict[bytes, int]:
+        filling = {slot for each in self.filling for slot in each}
+        return {key: slot for slot, (key, _) in self.held.items() if slot not in filling | self.dropped}
+
+    def read_slots(self) -> set[int]:
+        return {slot for read in self.reads for slot in read}
+
+    @rule(keys=some_keys)
+    def look_up(self, keys: list[bytes]) -> None:
+        found, run = self.found(), []
+        for key in keys:
+            if key not in found:
+                break
+            run.append(found[key])
+            self.sieve.visited.add(key)
+        assert self.slots.run(keys) == run
+        if run:
+            np.testing.assert_array_equal(self.slots.digests(run)[:, 0], [self.held[slot][1] for slot in run])
+            self.slots.begin_read(run)
+            self.reads.append({slot: self.held[slot] for slot in run})
+            if len(run) != len(set(run)):  # the machine counts a reader once for each place
+                self.slots.end_read([slot for at, slot in enumerate(run) if slot in run[:at]])
+
+    @precondition(lambda self: self.reads)
+    @rule(pick=st.integers(0, 99))
+    def end_read(self, pick: int) -> None:
+        read = self.reads.pop(pick % len(self.reads))
+        self.slots.end_read(list(read))
+        for slot in set(read) & self.dropped - self.read_slots():
+            self.dropped.discard(slot)
+            del self.held[slot]
+
+    @rule(keys=some_keys)
+    def fill(self, keys: list[bytes]) -> None:
+        known = {key for slot, (key, _) in self.held.items() if slot not in self.dropped}
+        found = self.found()
+        room, evicted, positions = SLOTS - len(self.held), [], []
+        for position, key in enumerate(keys):
+            if key in known:
+                if key in found:
+                    self.sieve.visited.add(key)
+                continue
+            if not room:
+                read = {found[each] for each in found} & self.read_slots()
+                gone = self.sieve.evict({key for key, slot in found.items() if slot in read})
+                if gone is None:
+                    break
+                evicted.append(gone)
+                known.discard(gone)
+                del self.held[found.pop(gone)]
+                room += 1
+            room -= 1
+            known.add(key)
+            positions.append(position)
+        filling = self.slots.fill(keys)
+        assert (filling.positions, filling.evicted) == (positions, evicted)
+        assert not set(filling.slots) & (self.read_slots() | set(self.held)), "a slot with readers is filled"
+        for position, slot in zip(filling.positions, filling.slots, strict=True):
+            self.numbers += 1
+            self.held[slot] = keys[position], self.numbers
+        if filling.slots:
+            self.filling.append(filling.slots)
+
+    @precondition(lambda self: self.filling)
+    @rule(pick=st.integers(0, 99), succeeds=st.booleans())
+    def end_fill(self, pick: int, succeeds: bool) -> None:
+        slots = self.filling.pop(pick % len(self.filling))
+        if succeeds:
+            self.slots.publish(slots, np.array([[self.held[slot][1], 0] for slot in slots], np.uint64))
+            self.sieve.queue += [self.held[slot][0] for slot in slots]
+            return
+        self.slots.abandon(slots)
+        for slot in slots:
+            del self.held[slot]
+
+    @rule(slots=st.lists(st.integers(-1, SLOTS), min_size=1, max_size=3))
+    def drop(self, slots: list[int]) -> None:
+        published = [slot for slot in dict.fromkeys(slots) if slot in self.found().values()]
+        assert self.slots.published_of(slots) == published
+        assert self.slots.drop(published) == [self.held[slot][0] for slot in published]
+        for slot in published:
+            self.sieve.remove(self.held[slot][0])
+            if slot in self.read_slots():
+                self.dropped.add(slot)
+            else:
+                del self.held[slot]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.slots.check_integrity()
+        filling = sum(map(len, self.filling))
+        assert (self.slots.free, self.slots.filling) == (SLOTS - len(self.held), filling)
+        assert self.slots.keys() == self.sieve.queue
+        assert sorted(self.found()) == sorted(self.sieve.queue)
+        assert self.slots.idle() == (not self.filling and not self.reads)
+        for read in self.reads:  # what a reader was promised is still there
+            assert {slot: self.held[slot] for slot in read} == read
+
+
+TestSlots: Any = SlotsMachine.TestCase
+
+
+def in_state(state: SlotState) -> Slots:
+    slots = Slots(1)
+    if state is not SlotState.FREE:
+        slots.fill([b"a"])
+    if state in (SlotState.PUBLISHED, SlotState.DROPPED):
+        slots.publish([0], np.zeros((1, 2), np.uint64))
+    if state is SlotState.DROPPED:
+        slots.begin_read([0])
+        slots.drop([0])
+    return slots
+
+
+@pytest.mark.parametrize("state", SlotState)
+def test_an_event_that_the_table_lacks_is_refused_and_changes_nothing(state: SlotState) -> None:
+    digest = np.zeros((1, 2), np.uint64)
+    if state is not SlotState.FILLING:
+        with pytest.raises(StateError, match="publish is illegal while"):
+            in_state(state).publish([0], digest)
+        with pytest.raises(StateError, match="abandon is illegal while"):
+            in_state(state).abandon([0])
+    if state is not SlotState.PUBLISHED:
+        with pytest.raises(StateError, match="only a published one is read"):
+            in_state(state).begin_read([0])
+        assert in_state(state).drop([0]) == []
+    assert {event for _, event in TRANSITIONS} == set(SlotEvent)
+
+
+def test_the_hand_visits_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_VISITS", 3)
+    slots = Slots(8)
+    keys = [bytes([n]) for n in range(8)]
+    slots.publish(slots.fill(keys).slots, np.zeros((8, 2), np.uint64))
+    slots.begin_read(slots.run(keys[:4]))
+    assert slots.fill([b"new"]) == ([], [], [])
+    assert slots.fill([b"new"]).evicted == keys[4:5], "the next call goes on where the last one ended"
+    slots.check_integrity()
