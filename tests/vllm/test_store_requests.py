@@ -53,12 +53,12 @@ def storable(specs: list[Any], extra: dict[str, Any], algorithm: str, **transfer
 
 GOOD: dict[str, Any] = {"extra": {"store": "127.0.0.1:1"}, "algorithm": "sha256_cbor"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"extra": {}}, r'store: not given; .* needs "store": "IP:PORT"'),
-    ({"kv_role": "kv_producer"}, "kv_role=kv_producer: LLMDataDistStoreConnector is kv_both"),
-    ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy: not recompute"),
+    ({"extra": {}}, r'store: not given; "IP:PORT" .* is needed'),
+    ({"kv_role": "kv_producer"}, "kv_role=kv_producer: must be kv_both"),
+    ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy=fail: must be recompute"),
     ({"algorithm": "xxhash"}, "prefix_caching_hash_algo=xxhash: its seed is random"),
     ({"algorithm": "xxhash_cbor"}, "prefix_caching_hash_algo=xxhash_cbor: its seed is random"),
-    ({"extra": GOOD["extra"] | {"staging": True}}, "does not support .* staging"),
+    ({"extra": GOOD["extra"] | {"staging": True}}, "staging: not supported"),
 ]
 
 
