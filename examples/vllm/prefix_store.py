@@ -72,8 +72,9 @@ def ask(server: Server, prompt: list[int]) -> Answer:
 def _start(servers: Servers, store: str, letters: str = "AB") -> list[Server]:
     """Start servers, each on one core, and have each answer something, which is slow the first time."""
     options = ("--no-enable-prefix-caching",)
+    connector = store_connector(store, store_options={"lookup_ms": 1000})  # a laptop may be busy
     started = [
-        servers.start("both", store_connector(store), name=letter, cores=core, options=options)
+        servers.start("both", connector, name=letter, cores=core, options=options)
         for letter, core in zip(letters, "01", strict=False)
     ]
     for server in started:

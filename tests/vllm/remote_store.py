@@ -1,4 +1,4 @@
-"""A prefix store in a process of its own: ``python -m tests.vllm.remote_store BYTES``; for each line, its figures."""
+"""A prefix store in a process of its own: ``python -m tests.vllm.remote_store BYTES NAMESPACES``. For each line its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_datadist.store import StoreServer
 
 
 def main() -> None:
-    with StoreServer(int(sys.argv[1])) as server:
+    with StoreServer(int(sys.argv[1]), namespaces=int(sys.argv[2])) as server:
         print(server.port, flush=True)
         for _ in sys.stdin:
             server.check_integrity()

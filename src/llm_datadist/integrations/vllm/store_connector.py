@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
+from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.connector import HalvedConnector
 from llm_datadist.integrations.vllm.kinds import require_supported, windows_of
 from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _HASHES: Final = ("sha256_cbor", "sha256")
+_WEAK: Final = "its seed is random, or prompts can be made that collide"
 
 
 class LLMDataDistStoreConnector(HalvedConnector):
@@ -43,10 +43,6 @@ class LLMDataDistStoreConnector(HalvedConnector):
         else:
             self._worker = StoreWorker(vllm_config, kv_cache_config)
 
-    def has_pending_block_frees(self) -> bool:
-        """Return True if a running request had better wait for blocks that are saved than preempt another."""
-        return bool(self._scheduler.frees_soon())
-
     def take_events(self) -> Iterable[KVCacheEvent]:
         found: list[KVCacheEvent] = self._scheduler.take_events()
         return found
@@ -57,34 +53,20 @@ class LLMDataDistStoreConnector(HalvedConnector):
 
 def _require_storable(config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
     """Raise ParamError or LLMException, in one sentence, for an engine that this connector cannot serve."""
-    transfer = config.kv_transfer_config
-    option = transfer.get_from_extra_config
-    if not isinstance(option("store", None), str):
-        raise ParamError('store: not given; kv_connector_extra_config needs "store": "IP:PORT" of `llm-datadist store`')
-    if transfer.kv_role != "kv_both":
-        raise ParamError(f"kv_role={transfer.kv_role}: LLMDataDistStoreConnector is kv_both")
-    # Inside MultiConnector, workers see vLLM's own configuration, and the scheduler its part's only.
-    whole = get_current_vllm_config_or_none() or config
-    if role is KVConnectorRole.WORKER and whole.kv_transfer_config.kv_load_failure_policy != "recompute":
-        raise ParamError(
-            "kv_load_failure_policy: not recompute; a store may lose what it has, so requests must be computed then"
-        )
-    algorithm = config.cache_config.prefix_caching_hash_algo
-    if algorithm not in _HASHES:
-        raise ParamError(
-            f"prefix_caching_hash_algo={algorithm}: its seed is random, or prompts can be made that collide; "
-            "use sha256_cbor"
-        )
     require_supported(config, cache)
-    found = ""
-    if current_platform.device_type != "cpu" or option("staging", None):
-        found = f"KV on {current_platform.device_type}, nor staging it"
-    elif config.speculative_config is not None:
-        found = "speculative decoding"
-    elif windows_of(cache) != [None]:
-        found = (
-            f"{len(cache.kv_cache_groups)} groups of layers or sliding windows, only one group of full attention or MLA"
-        )
-    if found:
-        said = f"LLMDataDistStoreConnector does not support {found}"
-        raise LLMException(said, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+    transfer, algorithm = config.kv_transfer_config, config.cache_config.prefix_caching_hash_algo
+    option = transfer.get_from_extra_config
+    # Inside MultiConnector, workers see vLLM's own configuration, and the scheduler its part's only.
+    whole = (get_current_vllm_config_or_none() or config).kv_transfer_config
+    worker, policy = role is KVConnectorRole.WORKER, whole.kv_load_failure_policy
+    for refused, rule in (
+        (not isinstance(option("store", None), str), 'store: not given; "IP:PORT" of `llm-datadist store` is needed'),
+        (transfer.kv_role != "kv_both", f"kv_role={transfer.kv_role}: must be kv_both"),
+        (worker and policy != "recompute", f"kv_load_failure_policy={policy}: must be recompute"),
+        (algorithm not in _HASHES, f"prefix_caching_hash_algo={algorithm}: {_WEAK}; use sha256_cbor"),
+        (bool(option("staging", None)), "staging: not supported, KV must lie in host memory"),
+        (config.speculative_config is not None, "speculative decoding is not supported"),
+        (windows_of(cache) != [None], "layers: only one group of full attention or MLA is supported"),
+    ):
+        if refused:
+            raise ParamError(f"LLMDataDistStoreConnector: {rule}")

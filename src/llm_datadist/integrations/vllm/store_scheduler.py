@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from llm_datadist.store import Hit
 
 logger = init_logger("vllm.datadist.store")
-
-_PATIENCE_S: Final = 0.1  # for saves that keep blocks from running requests; then vLLM preempts
 
 
 def client_of(config: VllmConfig, datadist: LLMDataDist, space: bytes) -> StoreClient:
@@ -101,7 +98,6 @@ class _Asked:
 class _Save:
     blocks: list[KVCacheBlock]  # referenced
     events: list[BlockStored]
-    since: float
     ranks: int = 0  # on which it has ended
     failed: bool = False
 
@@ -119,7 +115,7 @@ class StoreScheduler:
         self.clients: list[StoreClient] = []  # by rank, once the workers have told their namespaces
         self._requests: dict[str, _Asked] = {}
         self._loading: dict[str, list[Hit]] = {}  # by request, until all ranks have reported
-        self._saves: dict[int, _Save] = {}  # by number, the oldest first
+        self._saves: dict[int, _Save] = {}  # by number
         self._numbers = count()
         self._most = max(1, kv_cache_config.num_blocks // 4)  # blocks that are saved at once
         self.pool: BlockPool  # vLLM's
@@ -129,11 +125,6 @@ class StoreScheduler:
     def needs_steps(self) -> bool:
         """Return True until the namespaces are known, and while saves run."""
         return bool(self._saves or not self.clients)
-
-    def frees_soon(self) -> bool:
-        """Return True if blocks are likely to become free in a moment."""
-        oldest = next(iter(self._saves.values()), None)
-        return oldest is not None and time.monotonic() - oldest.since < _PATIENCE_S
 
     def on_new_request(self, request: Request) -> None:
         adapter = b""
@@ -229,7 +220,7 @@ class StoreScheduler:
         if wanted:
             number, held = next(self._numbers), [self.pool.blocks[each] for each in wanted.values()]
             self.pool.touch(held)
-            self._saves[number] = _Save(held, events, time.monotonic())
+            self._saves[number] = _Save(held, events)
             orders.save = number, list(wanted), list(wanted.values())
         return orders
 
