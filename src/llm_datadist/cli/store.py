@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import Annotated, Any, Final
 
@@ -17,6 +18,7 @@ from llm_datadist.errors import LLMException
 from llm_datadist.store import STORE_ID, StoreServer
 
 _FAILED: Final = 2
+_TURN_SECONDS: Final = 0.2
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
 
@@ -48,8 +50,9 @@ def store(
     given = dict(pair(text) for text in option or [])
     if secrets is not None:
         given[AUTH_SECRET] = str(secrets)
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # threads that start later inherit the mask
+    ended: list[int] = []
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: ended.append(number))
     try:
         with StoreServer(size, listen, cluster_id=cluster_id, namespaces=namespaces, options=given) as server:
             address = f"{listen.rpartition(':')[0]}:{server.port}"
@@ -61,7 +64,8 @@ def store(
             share = size / namespaces / 2**20
             text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
             print(_line(shown) if as_json else text, flush=True)
-            signal.sigwait(ends)
+            while not ended:  # not sigwait: until it begins, threads of NumPy could take the signal
+                time.sleep(_TURN_SECONDS)
             if as_json:
                 print(_line({"statistics": server.statistics()}), flush=True)
     except (OSError, LLMException) as error:
