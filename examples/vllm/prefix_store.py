@@ -78,7 +78,7 @@ def _start(servers: Servers, store: str, letters: str = "AB") -> list[Server]:
         for letter, core in zip(letters, "01", strict=False)
     ]
     for server in started:
-        server.wait()
+        server.wait(300)
         ask(server, _prompt(300, seed=ord(server.name)))
     return started
 

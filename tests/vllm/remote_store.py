@@ -1,4 +1,4 @@
-"""A prefix store in a process of its own: ``python -m tests.vllm.remote_store BYTES NAMESPACES``; figures a line."""
+"""A prefix store in a process: ``python -m tests.vllm.remote_store BYTES NAMESPACES``. For each line, its figures."""
 
 from __future__ import annotations
 

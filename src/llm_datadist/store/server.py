@@ -46,7 +46,7 @@ _PAGE_SHIFT: Final = 16
 _THREADS: Final = 8
 _MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_BUSY
 _MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
-_MAX_EVENTS: Final = 1 << 16
+_MAX_EVENTS: Final = 1 << 18  # kept: keys of events, and events
 _KEYS_AT_ONCE: Final = 8192  # of events in one answer, and events
 _MAX_LOADS: Final = 1 << 16  # of one namespace: each has a guard
 _SWEEP_EVERY: Final = 64  # lookups between searches for ended grants, at least
@@ -126,7 +126,8 @@ class StoreServer:
         self._making = threading.Lock()  # held while a namespace gets its memory
         self._spaces: dict[bytes, _Space] = {}
         self._uses = 0
-        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[Event] = deque()
+        self._kept = 0  # keys of them, and their number
         self._number = 0
         self._cleared = 0
         self._datadist = LLMDataDist(LLMRole.MIX, cluster_id)
@@ -337,10 +338,13 @@ class StoreServer:
             )
 
     def _tell(self, kind: str, name: bytes, keys: list[bytes]) -> None:
-        """Under the lock: add an event."""
+        """Under the lock: add an event, and forget the oldest beyond the bound."""
         if keys or kind == "cleared":
             self._number += 1
             self._events.append(Event(self._number, kind, name, keys))
+            self._kept += len(keys) + 1
+            while self._kept > _MAX_EVENTS:
+                self._kept -= len(self._events.popleft().keys) + 1
 
     def events(self, after: int = 0) -> tuple[int, list[Event]]:
         """Return the number of the oldest event kept, and the next events after number ``after``."""
