@@ -44,7 +44,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "parser": _READ | {"TransportChoice": 0.005, "UnlinkAck": 0.002},
     "same-host packets": {"RendezvousHello": 0.1, "Refusal": 0.01},
     "lane requests": {"MoveRequest": 0.1},
-    "handlers": _LINKED | {"UnlinkCancel": 0.01, "Verify": 0.01},
+    "handlers": _LINKED | {"UnlinkCancel": 0.008, "Verify": 0.01},
     "handlers, RCA": _LINKED | {"UnlinkRequest": 0.005},
     "sealed handlers": _LINKED | {"Verify": 0.01},
     "answers": {"Resolved": 0.02, "pull": 0.0001},

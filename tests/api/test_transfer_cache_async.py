@@ -550,6 +550,7 @@ def test_a_source_that_is_given_back_meanwhile_is_sent_whole_and_unregister_wait
     assert decoder.do(finish).first is OK
     same_bytes(received(prompt), spanned(before, source, ROW))
     assert (decoder.do(picture).caches.draining, decoder.do(picture).pools[0].used_bytes) == (0, 0)
+    wait_until(lambda: not prompt.do(picture).pins)  # the last release is on its way
 
     def attempt() -> None:
         with pytest.raises(CacheNotFound, match="src_cache"):
