@@ -30,7 +30,7 @@ from tests.support.kv import POISON, bytes_of, key_of
 from tests.support.world import World
 
 #: No call of a client takes longer, whatever happens to the store. Stops of the client's own process are shorter.
-HANG_SECONDS: Final = 30.0
+HANG_SECONDS: Final = 60.0
 #: A machine with more processes than cores answers late.
 OPTIONS: Final = StoreOptions(lookup_ms=300, pause_seconds=0.2)
 #: Blocks of a client's cache, and the most of one call.

@@ -35,7 +35,7 @@ SPACES: Final = (Space(0, 2, 16384, 96), Space(1, 4, 4096, 192), Space(2, 1, 655
 POOL_BYTES: Final = sum(each.keys * each.tensors * each.nbytes for each in SPACES) // 3
 #: Seconds between two events, and of a stop.
 _PAUSES, _STOPS = (0.02, 0.5), (0.01, 3.0)
-_PATIENCE_SECONDS: Final = 60.0
+_PATIENCE_SECONDS: Final = 120.0
 _TICK: Final = 0.02
 _POOL_OF_CLIENT: Final = BLOCKS * 4 * 65536 + (4 << 20)
 

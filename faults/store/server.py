@@ -60,7 +60,8 @@ class WatchedServer(StoreServer):
 
 def start(world: World, address: str, memory: int, transport: str, journal: Path, namespaces: int = 3) -> int:
     """Begin to serve; return the port."""
-    options = {"llm.Transport": transport, "llm.PeerTimeout": "2"}
+    # Pulls of stopped savers end by their deadline, too.
+    options = {"llm.Transport": transport, "llm.PeerTimeout": "2", "llm.SyncKvCacheWaitTime": "700"}
     world.memory["journal"] = Journal(journal)
     world.memory["errors"] = errors_logged()
     world.memory["server"] = server = WatchedServer(
