@@ -2,11 +2,11 @@
 
     python examples/vllm/kv_speed.py --rounds 9
 
-Two vLLM servers for each way of moving the KV: from our pool, from memory that vLLM allocated (registered), and with
-NixlConnector through a host buffer, as vLLM has it on CPUs. One thread computes in each server, a core for each. The
-ways take turns; the servers of the others are stopped meanwhile (SIGSTOP), and the prefill server has nothing to do
-while the KV moves. Before it counts, each way has used all of its blocks, and its answers were those of one ordinary
-server; the first token of each round is compared, too.
+Two vLLM servers for each way of moving the KV: from our pool, through slots in it (staged), from memory that vLLM
+allocated (registered), and with NixlConnector through a host buffer, as vLLM has it on CPUs. One thread computes in
+each server, a core for each. The ways take turns; the servers of the others are stopped meanwhile (SIGSTOP), and the
+prefill server has nothing to do while the KV moves. Before it counts, each way has used all of its blocks, and its
+answers were those of one ordinary server; the first token of each round is compared, too.
 
 Printed are medians of
     KV seconds per GiB: as each connector counts them: claim, pull and release; for NixlConnector the transfer alone
@@ -48,6 +48,7 @@ GIB = 1 << 30
 
 WAYS: dict[str, Connector] = {
     "pool": CONNECTORS["datadist"],
+    "staged": replace(CONNECTORS["datadist"], extra={"staging": True}),
     "registered": replace(CONNECTORS["datadist"], extra={"pool": False}),
     "nixl": CONNECTORS["nixl"],
 }
@@ -120,7 +121,7 @@ class Way:
 
     def transport(self) -> str:
         """Return what carries the bytes, as the decode server's log says it."""
-        memory = "its pool is" if self.name == "pool" else "other memory of it"
+        memory = "other memory of it" if self.name == "registered" else "its pool is"
         found = re.findall(
             rf"linked to the prefill engine .*{memory}(?: read)? over (\w+)", self.decode.log.read_text()
         )

@@ -21,7 +21,7 @@ __all__ = ["ZeroedConnector"]
 
 
 class _ZeroedWorker(RankWorker):
-    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
+    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> dict[str, float]:
         found = super()._pull(claimed, targets)
         assert self._cache is not None
         assert self._layout is not None

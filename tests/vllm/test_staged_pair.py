@@ -93,9 +93,9 @@ def test_the_tokens_are_those_of_one_engine_and_others_from_wrong_slots(
 
 def _lose_pulled(patch: pytest.MonkeyPatch) -> None:
     """Zero the slots of a fetch before they are copied."""
-    pull: Callable[..., tuple[int, int]] = RankWorker._pull  # noqa: SLF001
+    pull: Callable[..., dict[str, float]] = RankWorker._pull  # noqa: SLF001
 
-    def lose(self: RankWorker, claimed: Any, targets: Any) -> tuple[int, int]:
+    def lose(self: RankWorker, claimed: Any, targets: Any) -> dict[str, float]:
         found = pull(self, claimed, targets)
         assert isinstance(self.copier, PortableCopier)
         for view in self.copier.slots.values():

@@ -146,10 +146,8 @@ class Engines:
         except DeadlineExceeded as error:
             if error.budget_ms:
                 engine.fail(str(error))
-            where = f"{endpoint.host}:{endpoint.port}"
-            raise GrantEnded(
-                f"the prefill engine at {where} has no such grant: it was used, or its time is over"
-            ) from None
+            where = f"the prefill engine at {endpoint.host}:{endpoint.port}"
+            raise GrantEnded(f"{where} has no such grant: it was used, or its time is over") from None
 
     def _link_to(self, endpoint: RankEndpoint) -> LinkStatistics:
         """Return the link to the process of the offer, or raise NotLinked. NAT makes addresses meaningless."""

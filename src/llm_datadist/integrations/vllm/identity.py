@@ -103,9 +103,6 @@ def _brief(value: object) -> str:
     return text if len(text) <= _SHOWN else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def _folder(path: str, revision: str | None = None, cache: str | None = None) -> Path | None:
     """Return the folder of a model on this host, which may be in the hub's cache; None without one."""
     local = Path(os.path.expanduser(path))
@@ -129,18 +126,15 @@ def _weights(model: ModelConfig, folder: Path | None, config: VllmConfig) -> str
             f"weights: not given, and {model.model} (load format {load_format}) has no safetensors files on this host, "
             'so its fine-tunes cannot be told apart; give "weights": "NAME", another NAME for each of them'
         )
-    try:
-        return digest_of(files)
-    except ValueError as error:
-        raise ParamError(f"weights: {error}") from None
+    return digest_of(files)
 
 
 def digest_of(files: list[Path]) -> str:
-    """Return a digest of all tensors, however they are spread over files. Raises ValueError for other files."""
+    """Return a digest of all tensors, however they are spread over files. Raises ParamError for other files."""
     try:
         found = sorted(each for file in files for each in _samples(file))
     except Exception as error:  # noqa: BLE001 (they may contain anything)
-        raise ValueError(f"{files[0].parent}: its safetensors files cannot be read: {error!r}") from None
+        raise ParamError(f"weights: {files[0].parent}: its safetensors files cannot be read: {error!r}") from None
     return hashlib.blake2b(msgspec.msgpack.encode(found), digest_size=16).hexdigest()
 
 

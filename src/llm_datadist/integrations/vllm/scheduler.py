@@ -75,11 +75,11 @@ class Scheduler:
     """The connector's half in the scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._config = vllm_config
+        self._transfer = vllm_config.kv_transfer_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._cache_config = kv_cache_config
         self._windows = windows_of(kv_cache_config)
-        option = vllm_config.kv_transfer_config.get_from_extra_config
+        option = self._transfer.get_from_extra_config
         self._keys = ReferenceKeys(*secret_file(option(SECRET_FILE, None), init_options(vllm_config)))
         self._adapters = Adapters(vllm_config.lora_config)
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
@@ -111,19 +111,18 @@ class Scheduler:
 
     def needs_steps(self) -> bool:
         """Return True until the endpoints are known, and while slots are offered."""
-        return bool(self._offered or (self._config.kv_transfer_config.is_kv_producer and not self.ranks))
+        return bool(self._offered or (self._transfer.is_kv_producer and not self.ranks))
 
     def on_new_request(self, request: Request) -> None:
-        asked = _asked_of(request)
-        transfer = self._config.kv_transfer_config
-        if transfer.is_kv_producer and asked.get("do_remote_decode") and request.request_id not in self._offered:
+        asked: dict[str, Any] = params if isinstance(params := request.kv_transfer_params, dict) else {}
+        if self._transfer.is_kv_producer and asked.get("do_remote_decode") and request.request_id not in self._offered:
             self._prompts[request.request_id] = request
         if not asked.get("do_remote_prefill") and FIELD not in asked:
             return
         self._asked[request.request_id] = False
         try:
             offer, token = KvOffer.read(asked.get(FIELD), self._keys)
-            if self._staged and not transfer.is_kv_consumer:
+            if self._staged and not self._transfer.is_kv_consumer:
                 raise ParamError("reference: an engine that stages KV fetches as kv_consumer or kv_both only")
             if offer.prompt != _prompt_digest(request, self._adapters):
                 raise ParamError("reference: of another prompt than this request's")
@@ -192,9 +191,7 @@ class Scheduler:
             self.offering.free(request.request_id)
         if request.request_id in self._asked:  # without blocks: the prefill engine need not keep its own
             self._drop(request.request_id)
-            return False, None
-        granted = self.granted.get(request.request_id)
-        if granted is None:
+        if (granted := self.granted.get(request.request_id)) is None:
             return False, None
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         same = request.num_prompt_tokens == granted.tokens  # not after more input to a streaming session
@@ -216,11 +213,11 @@ class Scheduler:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [numbers for _, numbers in granted.groups],
-            "remote_engine_id": self._config.kv_transfer_config.engine_id,
+            "remote_engine_id": self._transfer.engine_id,
             "remote_request_id": request.request_id,
             "remote_host": self.ranks[0].host,
             "remote_port": self.ranks[0].port,
-            "tp_size": self._config.parallel_config.tensor_parallel_size,
+            "tp_size": len(self.ranks),
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": granted.tokens,
@@ -241,8 +238,7 @@ class Scheduler:
     def take_output(self, output: KVConnectorOutput) -> None:
         """Forget requests whose grants were claimed or have ended."""
         told, sent = output.kv_connector_worker_meta, output.finished_sending or ()
-        if not isinstance(told, ClaimedRequests):
-            told = ClaimedRequests()
+        told = told if isinstance(told, ClaimedRequests) else ClaimedRequests()
         if told.endpoints and not self.ranks:
             self.take_endpoints(told.endpoints)
             self._beside = True
@@ -258,10 +254,7 @@ class Scheduler:
             self.offering.free(request_id)
 
     def _let_go(self, request_id: str) -> None:
-        for block in self.unclaimed.pop(request_id, ()):
-            self._held[block] -= 1
-            if not self._held[block]:
-                del self._held[block]
+        self._held -= Counter(self.unclaimed.pop(request_id, ()))
 
     def take_orders(self, step: SchedulerOutput) -> Orders:
         """Return the orders of a step; they grant the prompts that it completes."""
@@ -274,10 +267,11 @@ class Scheduler:
         for request_id in [each for each in step.num_scheduled_tokens if each in self._prompts] if block_state else ():
             request = self._prompts[request_id]
             computed = request.num_computed_tokens + step.num_scheduled_tokens[request_id]
+            block_ids = block_state.resolve_block_ids(request_id)
             if self._staged:
-                self._save(request, computed, block_state.resolve_block_ids(request_id))
+                self._save(request, computed, block_ids)
             if computed >= request.num_prompt_tokens:
-                self._grant(self._prompts.pop(request_id), block_state.resolve_block_ids(request_id))
+                self._grant(self._prompts.pop(request_id), block_ids)
         self.offering.closed = self.fetching.closed = False
         orders, self._orders = self._orders, Orders()
         return orders
@@ -316,12 +310,6 @@ class Scheduler:
 
 def _numbers(groups: Targets) -> list[int]:
     return [block for _, numbers in groups for block in numbers]
-
-
-def _asked_of(request: Request) -> dict[str, Any]:
-    """Return a request's ``kv_transfer_params``; empty if a client sent no object."""
-    params = request.kv_transfer_params
-    return params if isinstance(params, dict) else {}
 
 
 def _prompt_digest(request: Request, adapters: Adapters) -> bytes | None:

@@ -43,7 +43,6 @@ Views = dict[str, torch.Tensor]  # of each place, under the name of its first la
 
 logger = init_logger("vllm.datadist.staging")
 
-_DEFAULT_BYTES: Final = 4 << 30
 _MAPPED: Final = 2  # cudaHostRegisterMapped
 
 
@@ -60,7 +59,7 @@ def staged_slots(config: VllmConfig, cache: KVCacheConfig, windows: Sequence[int
     tokens, roles = config.model_config.max_model_len, transfer.is_kv_producer + transfer.is_kv_consumer
     slot_bytes = max(each.size for each in cache.kv_cache_tensors) // cache.num_blocks
     needed = slot_bytes * roles * sum(blocks_of(tokens, each, config.cache_config.block_size) for each in windows)
-    nbytes = int(option("staging_bytes", max(needed, _DEFAULT_BYTES)))
+    nbytes = int(option("staging_bytes", max(needed, 4 << 30)))
     if nbytes < needed:
         raise ParamError(f"staging_bytes={nbytes}: requests of max_model_len={tokens} tokens need {needed}")
     count = nbytes // slot_bytes
@@ -131,17 +130,21 @@ class PortableCopier:
 
 
 def copy_here(sources: Views, targets: Views, source_ids: list[int], target_ids: list[int], _: str) -> None:
-    """Copy as vLLM's operation does, if one processor reaches both sides."""
-    device = next(iter(sources.values())).device
-    there, here = torch.tensor(source_ids, device=device), torch.tensor(target_ids, device=device)
+    """Copy as vLLM's operation does, in host memory; NumPy takes half the time of torch."""
+    for name, source in sources.items():
+        block_rows(targets[name]).numpy()[target_ids] = block_rows(source).numpy()[source_ids]
+
+
+def copy_on_cuda(sources: Views, targets: Views, source_ids: list[int], target_ids: list[int], _: str) -> None:
+    """Copy as vLLM's operation does, rows of blocks and of locked slots."""
+    there, here = torch.tensor(source_ids, device="cuda"), torch.tensor(target_ids, device="cuda")
     for name, source in sources.items():
         targets[name].index_copy_(0, here, source.index_select(0, there))
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream().synchronize()
 
 
 def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack) -> PortableCopier:
-    """Return a copier by vLLM's ``op``, or by :func:`copy_here`, for which CUDA locks the slots until ``at_end``."""
+    """Return a copier by vLLM's ``op``, or by ours, for which CUDA locks the slots until ``at_end``."""
     kind = next(iter(device.values())).device.type
     if kind == "cuda":  # ROCm's, too
         views, runtime = list(slots.values()), torch.cuda.cudart()
@@ -154,7 +157,7 @@ def make_copier(device: Views, slots: Views, op: CopyBlocksOp, at_end: ExitStack
             logger.warning("staged blocks are copied slowly: the slots cannot be locked: %s", error)
         else:
             at_end.callback(runtime.cudaHostUnregister, begin)
-            device, op = {name: block_rows(view) for name, view in device.items()}, copy_here
+            device, op = {name: block_rows(view) for name, view in device.items()}, copy_on_cuda
             slots = {name: block_rows(view, locked=True) for name, view in slots.items()}
     return PortableCopier(device, slots, copy_here if kind == "cpu" else op)  # vLLM's for CPUs fails
 

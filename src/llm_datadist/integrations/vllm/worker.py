@@ -73,7 +73,6 @@ class RankWorker:
     """The connector's half in one worker. Threads: vLLM's, unless stated."""
 
     _layout: Layout  # from `register` on
-    _cache: Cache
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -103,7 +102,6 @@ class RankWorker:
         self._idle = False  # this step has no tokens
         self._unsaved = Orders()  # of this step, until :meth:`save`
         self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its fetch, and their blocks
-        self._fetching = 0  # ordered, not reported fetches
         self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self.stats = Stats()
         self._at_end = ExitStack()
@@ -120,9 +118,8 @@ class RankWorker:
         rows = (self._slots or self._cache_config.num_blocks) * self._layout.rows
         desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
         key = BlocksCacheKey(self.cluster_id) if self._producer else None
-        self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
-        said = "LLMDataDistConnector: %d tensors of %d rows of %d bytes"
-        logger.info(said, len(addresses), rows, self._layout.row_bytes)
+        self._cache: Cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+        logger.info("LLMDataDistConnector: %r", self._cache)
         if (endpoint := self.endpoint()) is not None:
             self._told.endpoints[0, self._rank] = endpoint
 
@@ -133,12 +130,10 @@ class RankWorker:
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
-        port = self.datadist.listen_port
-        if port is None:
+        if (port := self.datadist.listen_port) is None:
             return None
-        return EndpointMetadata(
-            RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port), self._layout
-        )
+        here = RankEndpoint(self.cluster_id, self.datadist.incarnation, self._host, port)
+        return EndpointMetadata(here, self._layout)
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
@@ -149,7 +144,6 @@ class RankWorker:
         self.revoke(orders)  # again, for a model runner without that hook
         for request in orders.offered:
             self._offer(request)
-        self._fetching += len(orders.fetches) + len(orders.refused)
         for request, (offer, token) in orders.claims.items():
             self._claims[request] = self.engines.claim(offer, token, self._shares)
         for request, targets in orders.fetches.items():
@@ -220,16 +214,14 @@ class RankWorker:
 
     def _fetch(self, request: str, targets: Targets, claimed: ClaimedOffer) -> None:
         began = time.perf_counter()
-        counted: dict[str, float]
         try:
-            nbytes, blocks = self._pull(claimed, targets)
-            counted = {"fetched_requests": 1, "fetched_bytes": nbytes, "fetched_blocks": blocks}
+            counted = self._pull(claimed, targets)
         except Exception as error:  # noqa: BLE001 (fails the request)
             counted = _failure(request, error)
         self.engines.release(claimed)
         self._ended.put((request, counted | {"fetch_seconds": time.perf_counter() - began}))
 
-    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> tuple[int, int]:
+    def _pull(self, claimed: ClaimedOffer, targets: Targets) -> dict[str, float]:
         theirs, ours = claimed.offer.layout, self._layout
         moved = pieces(theirs, claimed.offer.groups, ours, targets)
         divided = theirs.page_tokens != ours.page_tokens
@@ -244,7 +236,8 @@ class RankWorker:
                 there = rows_of(theirs, moved.theirs, share.theirs, share.count)
                 self._pull_rows(grant, self._cache, there, rows_of(ours, moved.ours, share.ours, share.count))
         token_bytes = ours.rows * ours.row_bytes * len(ours.places) // ours.block_tokens
-        return len(moved.ours) * moved.tokens * token_bytes, sum(len(numbers) for _, numbers in targets)
+        nbytes, blocks = len(moved.ours) * moved.tokens * token_bytes, sum(len(numbers) for _, numbers in targets)
+        return {"fetched_requests": 1, "fetched_bytes": nbytes, "fetched_blocks": blocks}
 
     def _pull_divided(self, theirs: Layout, moved: Pieces, share: Share, grant: Grant) -> None:
         """Pull rows of another size into a buffer, a portion at a time, and their pieces from there."""
@@ -280,7 +273,7 @@ class RankWorker:
                 if given.offered:
                     self._told.requests.add(request)
                 self._renew(given)
-        wait = self._idle and not sent and bool(self.given or self._fetching)
+        wait = self._idle and not sent
         received: dict[str, dict[str, float]] = {}
         with suppress(Empty):
             while True:
@@ -288,7 +281,6 @@ class RankWorker:
                 received[request] = counted
         for name, number in chain.from_iterable(counted.items() for counted in received.values()):
             self.stats.add(name, number)
-        self._fetching -= len(received)
         failed = {request for request, counted in received.items() if "failed_fetches" in counted}
         for request in received:
             slots, blocks = self._loads.pop(request, ([], []))
