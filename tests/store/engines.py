@@ -101,6 +101,13 @@ def open_client(world: World, of: str, port: int, name: bytes, options: dict[str
     assert client.connect(20)
 
 
+def begin_client(world: World, port: int, name: bytes) -> bool:
+    """Make a client; return whether it is linked within half a second."""
+    given = StoreOptions(store_id=1, lookup_ms=5000, pause_seconds=0.2)
+    world.memory["client"] = client = StoreClient(world.dd, f"127.0.0.1:{port}", name, given)
+    return client.connect(0.5)
+
+
 def close_ours(world: World) -> None:
     for each in [each for each in world.memory.values() if isinstance(each, (StoreClient, StoreServer))]:
         if isinstance(each, StoreServer):

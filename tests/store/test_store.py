@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from llm_datadist.errors import CacheMismatch, ChecksumMismatch, GrantEnded, ParamError, StateError
-from llm_datadist.store import StoreClient, StoreOptions, StoreServer
+from llm_datadist.store import StoreClient, StoreServer
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.kinds import World
@@ -274,7 +274,6 @@ def bad_calls(world: World) -> list[str]:
         "address": (ParamError, lambda: StoreClient(world.dd, "nowhere", NS)),
         "namespace": (ParamError, lambda: StoreClient(world.dd, "127.0.0.1:1", b"short")),
         "options": (TypeError, lambda: StoreClient(world.dd, "127.0.0.1:1", NS, {"lookup_ms": 1})),  # type: ignore[arg-type]
-        "lookup_ms": (ParamError, lambda: StoreClient(world.dd, "127.0.0.1:1", NS, StoreOptions(lookup_ms=0))),
     }
     for name, (kind, call) in calls.items():
         try:
@@ -315,6 +314,9 @@ def test_a_store_with_bad_arguments_does_not_start(arguments: tuple[object, ...]
         StoreServer(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ParamError, match="namespaces"):
         StoreServer(1 << 20, namespaces=0)
+    for name in ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress"):
+        with pytest.raises(ParamError, match=f"{name}=1, a store needs 0"):
+            StoreServer(1 << 20, options={name: "1"})
 
 
 def two_ranks(world: World, port: int) -> None:

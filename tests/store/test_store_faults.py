@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist import LLMDataDist
+from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMDataDist, TransferConfig
 from llm_datadist.errors import GrantEnded, LLMException
 from llm_datadist.store import messages
 from llm_datadist.store.messages import Lookup, Save
@@ -19,8 +19,9 @@ from tests.store import engines as e
 from tests.store.engines import NS, StoreFamily, family_of, keys_of
 from tests.support.ends import begin_there, freeze, frozen, result_there
 from tests.support.kinds import ChildEnd, World
+from tests.support.layers import Always
 from tests.support.linking import free_port
-from tests.support.moves import show, wait_until
+from tests.support.moves import make, show, wait_until
 
 pytestmark = pytest.mark.covers("store.*")
 
@@ -388,3 +389,55 @@ def test_no_hit_comes_before_its_save_or_with_other_bytes(transport: str) -> Non
         assert any(kind == "removed" for _, kind, _, _ in events)
         stored = sum(len(keys) for _, kind, _, keys in events if kind == "stored")
         assert stored == sum(count for kind, _, _, _, count in history if kind == "save")
+
+
+def test_a_second_engine_of_the_same_cluster_id_is_kept_out_and_follows_a_dead_one() -> None:
+    with family_of() as family:
+        store = family.store()
+        first = family.engine(store)
+        keys = keys_of(0, 1)
+        assert first.do(e.save, keys, [0, 1]) == 2
+        assert first.do(e.look_up, keys) == 2
+        second = family.child("second")
+        second.start("MIX", first.cluster_id)
+        second.do(make, "kv", e.SPEC, 5)
+        assert not second.do(e.begin_client, store.port, NS)
+        assert second.do(e.look_up, keys) == second.do(e.save, keys_of(9), [0]) == 0
+        first.do(e.loads_right, keys, [4, 5])
+        assert first.do(e.look_up, keys) == 2
+        family.kill(first)
+        wait_until(lambda: e.idle(store))
+        assert second.do(connected)
+        assert second.do(e.hits, keys) == 2
+        assert second.do(e.save, keys_of(9), [0]) == 1
+
+
+def slots_address(world: World) -> list[int]:
+    return list(world.memory["server"]._spaces[NS].cache.tensor_addrs)  # noqa: SLF001 (what a hostile client guesses)
+
+
+def write_there(world: World, addresses: list[int]) -> list[str]:
+    """Try every call that writes at a peer; return the errors."""
+    world.memory["client"].lookup(keys_of(0))
+    pushed = world.cm.transfer_cache_async(
+        world.caches["kv"], Always(), [TransferConfig(1, addresses, range(2))], [0], [0]
+    )
+    errors = [str(pushed.synchronize(20_000))]
+    for key in (BlocksCacheKey(1, 0), CacheKeyByIdAndIndex(1, 1, 0)):
+        try:
+            world.cm.push_blocks(key, world.caches["kv"], [0], [0])
+        except LLMException as error:
+            errors.append(type(error).__name__)
+    return errors
+
+
+@TRANSPORTS
+def test_no_client_writes_a_slot_by_its_address_or_by_a_push(transport: str) -> None:
+    with family_of(transport) as family:
+        store = family.store()
+        saver, hostile = family.engine(store), family.engine(store)
+        keys = keys_of(*range(12))
+        saver.do(e.save, keys, range(12))
+        errors = hostile.do(write_there, store.do(slots_address))
+        assert errors == ["LLMStatusCode.LLM_FEATURE_NOT_ENABLED", "ParamError", "ParamError"]
+        assert saver.do(e.hits, keys) == 12

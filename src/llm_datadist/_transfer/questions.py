@@ -81,7 +81,8 @@ class Questions:
 
     def answered(self, link: Link) -> None:
         with self._lock:
-            self._unanswered[link] -= self._unanswered[link] > 0
+            if link in self._unanswered:  # else it has ended
+                self._unanswered[link] -= 1
 
     def drop_peer(self, link: Link) -> None:
         with self._lock:

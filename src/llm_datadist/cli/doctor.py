@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from llm_datadist.cli.usage import about
+from llm_datadist.cli.usage import about, pair
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.doctor import kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
@@ -49,7 +49,7 @@ def doctor(
 
     The exit status is 0, 1 with warnings or unknowns, 2 with problems.
     """
-    given = dict(_pair(text) for text in option or [])
+    given = dict(pair(text) for text in option or [])
     if secrets is not None:
         given[AUTH_SECRET] = str(secrets)
     if serve:
@@ -64,13 +64,6 @@ def doctor(
     else:
         _show(findings)
     raise typer.Exit(exit_code(findings))
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
-    return key, value
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
-from llm_datadist.cli.usage import about
+from llm_datadist.cli.usage import about, pair
 from llm_datadist.config import AUTH_SECRET
 from llm_datadist.errors import LLMException
 from llm_datadist.store import STORE_ID, StoreServer
 
 _FAILED: Final = 2
+_TURN_SECONDS: Final = 0.2
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
 
@@ -45,11 +47,12 @@ def store(
 ) -> None:
     """Keep KV blocks of this host's engines, until interrupted. Engines find them under their complete identity."""
     size = _bytes(memory)
-    given = dict(_pair(text) for text in option or [])
+    given = dict(pair(text) for text in option or [])
     if secrets is not None:
         given[AUTH_SECRET] = str(secrets)
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # threads that start later inherit the mask
+    ended: list[int] = []
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, _: ended.append(number))
     try:
         with StoreServer(size, listen, cluster_id=cluster_id, namespaces=namespaces, options=given) as server:
             address = f"{listen.rpartition(':')[0]}:{server.port}"
@@ -61,7 +64,8 @@ def store(
             share = size / namespaces / 2**20
             text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
             print(_line(shown) if as_json else text, flush=True)
-            signal.sigwait(ends)
+            while not ended:  # not sigwait: until it begins, threads of NumPy could take the signal
+                time.sleep(_TURN_SECONDS)
             if as_json:
                 print(_line({"statistics": server.statistics()}), flush=True)
     except (OSError, LLMException) as error:
@@ -78,10 +82,3 @@ def _bytes(text: str) -> int:
     if found is None:
         raise typer.BadParameter(f"--memory {text!r} is not a number of bytes, or of KiB, MiB, GiB or TiB as in 16GiB")
     return int(found[1]) * _UNITS[found[2]]
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
-    return key, value

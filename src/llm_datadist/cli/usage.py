@@ -33,6 +33,14 @@ def about(option: str) -> str:
     return OPTIONS[option].meaning.replace("``", "")
 
 
+def pair(text: str) -> tuple[str, str]:
+    """Return key and value of ``--option``."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
+    return key, value
+
+
 def examples(*commands: str) -> str:
     """Return the end of a command's help: commands to copy."""
     return "\n".join(["\b", "Examples:", *(f"  {each}" for each in commands)])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_list, check_rule, check_type, check_uint64, is_digits
+from llm_datadist._checks import check_int, check_int32, check_list, check_rule, check_type, check_uint64, is_digits
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
 from llm_datadist._native import parse_indices
@@ -63,6 +63,9 @@ class StoreOptions:
         pause_seconds: Seconds after that in which lookups are misses, and saves store nothing.
         save_ms: Milliseconds of one question of a save, for at most 64 MiB.
         verify: Compare digests after each load. Costs reading the bytes once more.
+
+    Raises:
+        TypeError, ParamError: A field of a wrong type, or outside its range.
     """
 
     store_id: int = STORE_ID
@@ -70,6 +73,14 @@ class StoreOptions:
     pause_seconds: float = 1.0
     save_ms: int = 10_000
     verify: bool = True
+
+    def __post_init__(self) -> None:
+        check_uint64("store_id", self.store_id)
+        for name, value in (("lookup_ms", self.lookup_ms), ("save_ms", self.save_ms)):
+            check_rule(check_int32(name, value) > 0, f"{name}: {value}, milliseconds above 0 are needed")
+        pause = check_type("pause_seconds", self.pause_seconds, (int, float))
+        check_rule(pause >= 0, f"pause_seconds: {pause}, at least 0 is needed")
+        check_type("verify", self.verify, bool)
 
 
 @public_calls_hold_signals(lookup="_undo_lookup")
@@ -94,8 +105,6 @@ class StoreClient:
         self, datadist: LLMDataDist, address: str, namespace: bytes, options: StoreOptions | None = None
     ) -> None:
         given = StoreOptions() if options is None else check_type("options", options, StoreOptions)
-        check_uint64("options.store_id", given.store_id)
-        check_rule(given.lookup_ms > 0 and given.save_ms > 0, "options: lookup_ms and save_ms must be above 0")
         check_rule(len(check_type("namespace", namespace, bytes)) == 32, "namespace: it must have 32 bytes")
         self._manager = datadist.cache_manager
         self._datadist = datadist
@@ -323,10 +332,15 @@ class StoreClient:
 
     def _link(self) -> bool:
         """Return True if the store is linked, after one attempt to link it."""
+        if not self._is_up():
+            # Its status does not tell: another process may be linked under this cluster id.
+            self._datadist.link_clusters([self._cluster], _DIAL_MS)
+        return self._is_up()
+
+    def _is_up(self) -> bool:
         with suppress(NotLinked):
             return self._datadist.explain(self._options.store_id).state in ("ready", "suspect")
-        _, (status,) = self._datadist.link_clusters([self._cluster], _DIAL_MS)
-        return status in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
+        return False
 
 
 def shape_of(cache: Cache) -> BlockShape:

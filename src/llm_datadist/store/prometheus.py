@@ -16,24 +16,23 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from llm_datadist.store.server import StoreServer
-    from llm_datadist.store.statistics import NamespaceStatistics
 
-#: Metric name, its text, and its field of a namespace.
-_GAUGES: Final = (
-    ("slots", "Slots of a namespace.", "slots"),
-    ("published_slots", "Slots whose key is found.", "published"),
-    ("filling_slots", "Slots that a pull fills.", "filling"),
-    ("loads", "Hits that were not released.", "loads"),
-    ("block_bytes", "Bytes of a slot.", "block_bytes"),
-)
-_COUNTERS: Final = (
-    ("lookups", "Lookups.", "lookups"),
-    ("asked_keys", "Keys of lookups.", "asked"),
-    ("found_keys", "Keys found.", "found"),
-    ("stored_keys", "Keys stored.", "stored"),
-    ("removed_keys", "Keys evicted or found wrong.", "removed"),
-    ("failed_pulls", "Pulls that failed.", "failed"),
-)
+#: Fields of a namespace: their metrics' names and texts.
+_GAUGES: Final = {
+    "slots": ("slots", "Slots of a namespace."),
+    "published": ("published_slots", "Slots whose key is found."),
+    "filling": ("filling_slots", "Slots that a pull fills."),
+    "loads": ("loads", "Hits that were not released."),
+    "block_bytes": ("block_bytes", "Bytes of a slot."),
+}
+_COUNTERS: Final = {
+    "lookups": ("lookups", "Lookups."),
+    "asked": ("asked_keys", "Keys of lookups."),
+    "found": ("found_keys", "Keys found."),
+    "stored": ("stored_keys", "Keys stored."),
+    "removed": ("removed_keys", "Keys evicted or found wrong."),
+    "failed": ("failed_pulls", "Pulls that failed."),
+}
 _PREFIX: Final = "llm_datadist_store_"
 
 
@@ -46,20 +45,14 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the present metric families."""
         now = self._server.statistics()
-        for name, text, field in _GAUGES:
-            yield _family(GaugeMetricFamily(_PREFIX + name, text, labels=["namespace"]), field, now.namespaces)
-        for name, text, field in _COUNTERS:
-            yield _family(CounterMetricFamily(_PREFIX + name, text, labels=["namespace"]), field, now.namespaces)
+        for kind, fields in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for field, (name, text) in fields.items():
+                family = kind(_PREFIX + name, text, labels=["namespace"])
+                for space in now.namespaces:
+                    family.add_metric([space.namespace[:8]], getattr(space, field))
+                yield family
         yield CounterMetricFamily(_PREFIX + "cleared_namespaces", "Namespaces displaced.", now.cleared)
         yield GaugeMetricFamily(_PREFIX + "waiting_saves", "Saves that wait for a thread.", now.waiting)
-
-
-def _family(
-    family: GaugeMetricFamily | CounterMetricFamily, field: str, spaces: tuple[NamespaceStatistics, ...]
-) -> Metric:
-    for space in spaces:
-        family.add_metric([space.namespace[:8]], getattr(space, field))
-    return family
 
 
 def serve(server: StoreServer, port: int) -> int:

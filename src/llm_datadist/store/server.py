@@ -10,7 +10,7 @@ import json
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from llm_datadist._checks import check_int, check_rule
 from llm_datadist._log import logger
 from llm_datadist.config import LLMConfig
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import CacheMismatch, LinkError, LLMException, LLMStatusCode, ParamError
+from llm_datadist.errors import CacheMismatch, DeadlineExceeded, LinkError, LLMException, LLMStatusCode, ParamError
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.messages import BlockShape, Event, decode
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
 
-    Job = Callable[[], bytes | None]
+    Job = Callable[[], bytes]
     Client = tuple[int, str]
 
+#: Options by which peers could write slots.
+_SEALED: Final = ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress")
 _PAGE_SHIFT: Final = 16
 _THREADS: Final = 8
 _MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_BUSY
@@ -70,7 +72,7 @@ class _Space:
         self.loads: list[_Load] = []
         self.sweep_at = _SWEEP_EVERY
         self.used = 0  # number of the last use, among all namespaces
-        self.lookups = self.asked = self.found = self.stored = self.removed = self.failed = 0
+        self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
     def sweep(self) -> None:
         """End the loads whose grants have ended: ``active`` is False only once the guard has advanced."""
@@ -95,7 +97,8 @@ class StoreServer:
         listen: "ip:port"; port 0 picks a free one.
         cluster_id: Cluster id, unique among all that link to each other.
         namespaces: Number of namespaces, which share the pool equally. One more displaces the one used least recently.
-        options: More options of ``init``.
+        options: More options of ``init``, but none that lets peers write: ``llm.EnableRemoteCacheAccessible`` and
+            ``llm.WriteByAddress`` are 0.
 
     Raises:
         ParamError: An argument breaks its rule.
@@ -113,6 +116,9 @@ class StoreServer:
     ) -> None:
         count, size = check_int("namespaces", namespaces), check_int("memory", memory)
         check_rule(count >= 1, f"namespaces: {count}, at least 1 is needed")
+        given = dict(options or {})
+        for name in _SEALED:
+            check_rule(given.setdefault(name, "0") == "0", f"options: {name}={given[name]}, a store needs 0")
         self._share = size // count >> _PAGE_SHIFT << _PAGE_SHIFT
         check_rule(self._share > 0, f"memory: {size} bytes, at least {count << _PAGE_SHIFT} are needed")
         self._most = count
@@ -124,7 +130,7 @@ class StoreServer:
         self._number = 0
         self._cleared = 0
         self._datadist = LLMDataDist(LLMRole.MIX, cluster_id)
-        self._datadist.init(_options(size, listen) | (options or {}))
+        self._datadist.init(_options(size, listen) | given)
         try:
             self._manager = self._datadist.cache_manager
             self._savers = _Savers()
@@ -172,9 +178,7 @@ class StoreServer:
             if space is not None:
                 self._uses += 1
                 space.used = self._uses
-                space.lookups += 1
-                space.asked += len(asked.keys)
-                space.found += len(slots)
+                space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
             if space is not None and len(space.loads) >= space.sweep_at:
                 space.sweep()
             if space is None or not slots or len(space.loads) >= _MAX_LOADS:
@@ -203,9 +207,9 @@ class StoreServer:
         until = time.monotonic() + question.budget_ms / 1e3
         self._savers.submit(question, lambda: self._save(question, asked, until))
 
-    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes | None:
+    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes:
         if time.monotonic() >= until:
-            return None  # its client has given up
+            raise DeadlineExceeded("save: its client has given up")
         grant = Grant.from_bytes(asked.grant)
         wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
         check_rule(grant.cluster_id == question.cluster_id, wrong)
@@ -226,7 +230,7 @@ class StoreServer:
                 if space.slots.free < len(asked.keys):
                     space.sweep()
                 filling = space.slots.fill(asked.keys)
-                space.removed += len(filling.evicted)
+                space.counts["removed"] += len(filling.evicted)
                 self._tell("removed", space.name, filling.evicted)
                 return space, filling
 
@@ -240,12 +244,12 @@ class StoreServer:
             digests = self._manager.digest_blocks(space.cache, filling.slots, space.nonce)
         except BaseException:
             with self._lock:
-                space.failed += 1
+                space.counts["failed"] += 1
                 space.slots.abandon(filling.slots)
             raise
         with self._lock:
             space.slots.publish(filling.slots, digests)
-            space.stored += len(filling.slots)
+            space.counts["stored"] += len(filling.slots)
             self._tell("stored", space.name, [asked.keys[position] for position in filling.positions])
 
     # --- namespaces ---------------------------------------------------------------------------------------------------
@@ -325,7 +329,7 @@ class StoreServer:
             with self._lock:
                 keys = space.slots.drop(wrong)
                 space.slots.end_read(slots)
-                space.removed += len(keys)
+                space.counts["removed"] += len(keys)
                 self._tell("removed", space.name, keys)
         if wrong:
             logger.error(
@@ -377,7 +381,7 @@ class StoreServer:
 
 
 def _figures(space: _Space) -> NamespaceStatistics:
-    slots = space.slots
+    slots, desc = space.slots, space.cache.cache_desc
     return NamespaceStatistics(
         namespace=space.name.hex(),
         slots=slots.count,
@@ -385,14 +389,8 @@ def _figures(space: _Space) -> NamespaceStatistics:
         filling=slots.filling,
         published=slots.published,
         loads=len(space.loads),
-        block_bytes=CacheDesc(space.shape.tensors, [1, *space.shape.shape], DataType(space.shape.data_type)).size
-        * space.shape.tensors,
-        lookups=space.lookups,
-        asked=space.asked,
-        found=space.found,
-        stored=space.stored,
-        removed=space.removed,
-        failed=space.failed,
+        block_bytes=desc.num_tensors * desc.size // slots.count,
+        **space.counts,
     )
 
 

@@ -26,12 +26,12 @@ class NamespaceStatistics:
     published: int
     loads: int
     block_bytes: int
-    lookups: int
-    asked: int
-    found: int
-    stored: int
-    removed: int
-    failed: int
+    lookups: int = 0
+    asked: int = 0
+    found: int = 0
+    stored: int = 0
+    removed: int = 0
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
