@@ -32,9 +32,7 @@ def start_instance(vllm_config: VllmConfig, cluster_id: int, host: str | None, p
         config.mem_pool_cfg = json.dumps({"memory_size": pages << _PAGE_SHIFT, "page_shift": _PAGE_SHIFT})
     if host is not None:
         config.listen_ip_info = show_address((host, 0))
-    options = config.generate_options() | init_options(vllm_config)
-    if (transport := str(option("transport", "auto"))) != "auto":
-        options["llm.Transport"] = transport
+    options = config.generate_options() | {"llm.Transport": str(option("transport", "auto"))}
     datadist = LLMDataDist(LLMRole.DECODER if host is None else LLMRole.PROMPT, cluster_id)
-    datadist.init(options)
+    datadist.init(options | init_options(vllm_config))
     return datadist
