@@ -6,6 +6,7 @@ import pytest
 
 from tests.store import engines as e
 from tests.support.ends import begin_there, result_there
+from tests.support.moves import wait_until
 
 KEYS = e.keys_of(1, 2)
 
@@ -21,7 +22,7 @@ def test_a_pull_that_misses_its_deadline_stores_nothing(transport: str, tmp_path
             gate.open()
             assert saver.do(result_there, "save") == 0
         assert store.do(e.statistics).namespaces[0].free == store.do(e.statistics).namespaces[0].slots
-        e.wait_until(lambda: saver.do(e.save, KEYS, [3, 4]) == 2)  # the client has paused
+        wait_until(lambda: saver.do(e.save, KEYS, [3, 4]) == 2)  # the client has paused
         assert saver.do(e.hits, KEYS) == 2
 
 
@@ -30,5 +31,5 @@ def test_a_peer_that_is_no_store_is_one_that_has_nothing() -> None:
         peer = family.child("no store")
         peer.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
         engine = family.engine(peer)
-        assert engine.do(e.look_up, KEYS) == 0
         assert engine.do(e.save, KEYS, [3, 4]) == 0
+        assert engine.do(e.look_up, KEYS) == 0
