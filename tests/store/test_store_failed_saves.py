@@ -1,6 +1,7 @@
 """A save whose pull fails, or that a peer does not know, stores nothing and raises nothing: the engine goes on."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ KEYS = e.keys_of(1, 2)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_pull_that_misses_its_deadline_stores_nothing(transport: str, tmp_path: Path) -> None:
     with e.family_of(transport) as family:
-        store = family.store(**{"llm.SyncKvCacheWaitTime": "300"})
+        options: dict[str, Any] = {"llm.SyncKvCacheWaitTime": "300"}
+        store = family.store(**options)
         saver = family.engine(store)
         with e.pull_stopped(store, saver, tmp_path, "deadline") as gate:
             saver.do(begin_there, "save", e.save, KEYS, [3, 4])
