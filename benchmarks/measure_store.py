@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -48,6 +49,9 @@ FLOORS: Final = {
     "save without digest, of memcpy": (0.8, True),
     "lookup, of claim_grant": (3.0, False),
 }
+NAMESPACE: Final = namespace(
+    fingerprint=b"measured", tp_size=1, tp_rank=0, hash_algorithm="sha256_cbor", hash_seed="0", salt=""
+)
 _CLAIMS: Final = 200
 #: Saves that the store has room for.
 _FACTOR: Final = 3
@@ -192,18 +196,6 @@ def judged(name: str, ratio: float) -> bool:
     return met
 
 
-def fresh(number: int) -> bytes:
-    """Return a namespace of its own for each geometry."""
-    return namespace(
-        fingerprint=b"measured",
-        tp_size=1,
-        tp_rank=0,
-        hash_algorithm="sha256_cbor",
-        hash_seed="0",
-        salt=str(number),
-    )
-
-
 def main() -> int:
     """Measure, print, return 0 when all floors are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,21 +205,21 @@ def main() -> int:
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm")
     parser.add_argument("--copy-threads", type=int, default=1)
     options = parser.parse_args()
-    largest = options.keys * TENSORS * (max(options.block_kib) << 10)
     extra = {"llm.CopyThreads": str(options.copy_threads)}
-    pool = f'{{"memory_size": {2 * largest + 16 * MIB}}}'
+    served = extra | {"llm.Transport": options.transport}
     good = True
-    for digest in (True, False):
+    for kib, digest in product(options.block_kib, (True, False)):
+        nbytes = options.keys * TENSORS * (kib << 10)  # of one save
+        pool = f'{{"memory_size": {2 * nbytes + 16 * MIB}}}'
+        patient = StoreOptions(lookup_ms=1000, verify=digest)
         with (
-            one_store(_FACTOR * largest, extra | {"llm.Transport": options.transport}, digest=digest) as address,
+            one_store(_FACTOR * nbytes, served, digest=digest) as address,
             two_ends(options.transport, extra=extra, mem_pool_cfg=pool) as (owner, here),
+            StoreClient(here.dd, address, NAMESPACE, patient) as client,
         ):
-            for number, kib in enumerate(options.block_kib):
-                patient = StoreOptions(lookup_ms=1000, verify=digest)
-                with StoreClient(here.dd, address, fresh(number), patient) as client:
-                    if not client.connect(10.0):
-                        raise SystemExit("the store is not linked")
-                    good &= _measured(owner, here, client, kib << 10, options, digest=digest)
+            if not client.connect(10.0):
+                raise SystemExit("the store is not linked")
+            good &= _measured(owner, here, client, kib << 10, options, digest=digest)
     return 0 if good else 1
 
 

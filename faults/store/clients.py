@@ -167,6 +167,8 @@ class Client:
         except LLMException as error:
             self.counts[f"{what} {type(error).__name__}"] += 1
             self.failed = type(error)
+            if self.failed is LLMException and not what.startswith("lie"):
+                self.fault(f"{what}: no class of its own: {error}")
             return None
         except Exception as error:  # noqa: BLE001 (all of them are judged)
             self.fault(f"{what}: untyped {error!r}")

@@ -134,7 +134,7 @@ def left_over(world: World, seconds: float = 15.0) -> str:
         time.sleep(0.05)
     server.check_integrity()
     # A flipped bit is an error, too.
-    return "; ".join([*left, *(each for each in world.memory["errors"] if "changed in memory" not in each)])
+    return "; ".join([*left, *(each for each in world.memory["errors"] if "had changed" not in each)])
 
 
 def linked(world: World) -> set[int]:

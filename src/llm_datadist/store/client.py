@@ -18,6 +18,7 @@ from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist.errors import (
     CacheMismatch,
+    CacheNotFound,
     ChecksumMismatch,
     DeadlineExceeded,
     GrantEnded,
@@ -218,7 +219,7 @@ class StoreClient:
 
         Keys that the store has, or is being given, are not moved again. The caller must not write the blocks until the
         call ends; then the store cannot read them. Fewer keys are stored if the store has no room, or is lost, stopped
-        or busy.
+        or busy, or if its pull fails.
 
         Args:
             keys: One for each block, of 1 to 64 bytes.
@@ -227,6 +228,7 @@ class StoreClient:
             TypeError, ParamError: Bad keys or blocks, or not a blocks cache.
             CacheMismatch: The namespace has blocks of another shape, a block needs more memory than the store has for a
                 namespace, or the store is of another release.
+            CacheNotFound: The cache was freed.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
         checked, indices = _check_keys(keys), parse_indices("blocks", blocks)
@@ -241,8 +243,10 @@ class StoreClient:
                 break
             try:
                 stored += self._save(list(checked[part]), shape, cache, indices[part])
-            except (LinkError, DeadlineExceeded, GrantEnded) as error:
-                self._note(error)
+            except LLMException as error:
+                if isinstance(error, (ParamError, CacheNotFound, StateError)):
+                    raise
+                self._note(error)  # of the pull, too: its error comes by status
                 break
         return stored
 
