@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_rule, check_text, check_type
-from llm_datadist._links.messages import MAX_BODY, Answer, Failed, Question, RemoteFailure, failed
+from llm_datadist._links.messages import MAX_BODY, Answer, Question, RemoteFailure, failed
 from llm_datadist._links.versions import QUESTIONS
 from llm_datadist._log import logger
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError
@@ -63,26 +63,35 @@ class Questions:
             self._lost.append(callback)
 
     def on_question(self, link: Link, message: Question) -> None:
+        peer, busy = link.peer, LLMStatusCode.LLM_LINK_BUSY
         with self._lock:
             handler, full = self._handlers.get(message.name), self._unanswered[link] >= _MAX_UNANSWERED
-            self._unanswered[link] += not full and handler is not None
-        if handler is None:
-            code = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-            link.tell(Failed(message.id, int(code), "no handler answers questions of this name"))
-            return
+            self._unanswered[link] += not full
         if full:
             text = f"{_MAX_UNANSWERED} questions of this peer wait already"
-            link.tell(failed(message.id, LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)))
+            link.tell(failed(message.id, LinkError(text, status_code=busy)))
             return
-        peer = link.peer
-        asker = _Asker(self, link, message.id)
-        question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, asker)
-        question.answer_by(partial(handler, question))
+        send = partial(self._send, link, message.id, [True])
+        question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, send)
+        if handler is not None:
+            question.answer_by(partial(handler, question))
+            return
+        none = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
+        question.refuse(LLMException("no handler answers questions of this name", status_code=none))
 
-    def answered(self, link: Link) -> None:
+    def _send(self, link: Link, number: int, first: list[bool], answer: bytes | LLMException) -> None:
+        """Send the answer; whoever empties ``first`` is the first. Threads: any."""
+        if isinstance(answer, LLMException):
+            message: Message = failed(number, answer)
+        else:
+            message = Answer(number, check_body("answer", answer))
         with self._lock:
+            if not first:
+                return
+            first.clear()
             if link in self._unanswered:  # else it has ended
                 self._unanswered[link] -= 1
+        link.tell(message)
 
     def drop_peer(self, link: Link) -> None:
         with self._lock:
@@ -93,29 +102,6 @@ class Questions:
                 callback(link.peer.cluster_id, link.peer.incarnation.hex())
             except Exception as error:  # noqa: BLE001 (of the user; the link's end must go on)
                 logger.error("unexpected error of a callback of on_peer_lost", exc_info=error)
-
-
-class _Asker:
-    """The peer that waits for one answer. Threads: any."""
-
-    def __init__(self, questions: Questions, link: Link, number: int) -> None:
-        self._questions = questions
-        self._link = link
-        self._number = number
-        self._open = [True]  # popped by the thread whose answer is the first
-
-    def send(self, question: PeerQuestion, answer: bytes | LLMException) -> None:
-        message: Message
-        if isinstance(answer, LLMException):
-            message = failed(self._number, answer)
-        else:
-            message = Answer(self._number, check_body(f"answer to {question!r}", answer))
-        try:
-            self._open.pop()
-        except IndexError:
-            return
-        self._questions.answered(self._link)
-        self._link.tell(message)
 
 
 def ask(links: LinkManager, cluster_id: int, name: str, body: bytes, deadline: Deadline) -> bytes:

@@ -181,7 +181,7 @@ class StoreClient:
                 self.release(hit)
 
     def _load(self, hit: Hit, cache: Cache, blocks: BlockNumbers) -> None:
-        indices = _indices(blocks)
+        indices = parse_indices("blocks", blocks)
         count = len(indices)
         check_rule(hit.namespace == self._namespace, f"hit: {hit!r} is of another namespace than this client")
         check_rule(count <= len(hit), f"blocks: {count} for a hit of {len(hit)} keys")
@@ -229,10 +229,11 @@ class StoreClient:
                 namespace, or the store is of another release.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
-        checked, indices = _check_keys(keys), _indices(blocks)
+        checked, indices = _check_keys(keys), parse_indices("blocks", blocks)
         check_rule(len(checked) == len(indices), f"blocks: {len(indices)} for {len(checked)} keys")
         shape = shape_of(check_type("cache", cache, Cache))
-        step = max(1, min(messages.MAX_SAVE_KEYS, _SAVE_BYTES // _block_bytes(cache)))
+        block_bytes = shape.tensors * cache.cache_desc.size // cache.cache_desc.shape[0]
+        step = max(1, min(messages.MAX_SAVE_KEYS, _SAVE_BYTES // block_bytes))
         stored = 0
         for begin in range(0, len(checked), step):
             part = slice(begin, begin + step)
@@ -350,21 +351,12 @@ def shape_of(cache: Cache) -> BlockShape:
     return BlockShape(desc.num_tensors, desc.data_type.value, list(desc.shape[1:]))
 
 
-def _block_bytes(cache: Cache) -> int:
-    desc = cache.cache_desc
-    return max(1, desc.num_tensors * desc.size // desc.shape[0])
-
-
 def _check_keys(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
     checked = check_list("keys", keys, bytes)
     for i, key in enumerate(checked):
         if not 1 <= len(key) <= messages.MAX_KEY:
             raise ParamError(f"keys[{i}]: {len(key)} bytes, 1 to {messages.MAX_KEY} are needed")
     return checked
-
-
-def _indices(blocks: BlockNumbers) -> Indices:
-    return parse_indices("blocks", blocks)
 
 
 def _cluster(store_id: int, address: str) -> LLMClusterInfo:

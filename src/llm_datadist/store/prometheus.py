@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
     from llm_datadist.store.server import StoreServer
 
-#: Fields of a namespace: their metrics' names and texts.
+#: Fields of a namespace, and their metrics' names.
 _GAUGES: Final = {
-    "slots": ("slots", "Slots of a namespace."),
-    "published": ("published_slots", "Slots whose key is found."),
-    "filling": ("filling_slots", "Slots that a pull fills."),
-    "loads": ("loads", "Hits that were not released."),
-    "block_bytes": ("block_bytes", "Bytes of a slot."),
+    "slots": "slots",
+    "published": "published_slots",
+    "filling": "filling_slots",
+    "loads": "loads",
+    "block_bytes": "block_bytes",
 }
 _COUNTERS: Final = {
-    "lookups": ("lookups", "Lookups."),
-    "asked": ("asked_keys", "Keys of lookups."),
-    "found": ("found_keys", "Keys found."),
-    "stored": ("stored_keys", "Keys stored."),
-    "removed": ("removed_keys", "Keys evicted or found wrong."),
-    "failed": ("failed_pulls", "Pulls that failed."),
+    "lookups": "lookups",
+    "asked": "asked_keys",
+    "found": "found_keys",
+    "stored": "stored_keys",
+    "removed": "removed_keys",
+    "failed": "failed_pulls",
 }
 _PREFIX: Final = "llm_datadist_store_"
 
@@ -46,8 +46,8 @@ class StoreCollector(Collector):
         """Yield the present metric families."""
         now = self._server.statistics()
         for kind, fields in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for field, (name, text) in fields.items():
-                family = kind(_PREFIX + name, text, labels=["namespace"])
+            for field, name in fields.items():
+                family = kind(_PREFIX + name, f"{field} of NamespaceStatistics.", labels=["namespace"])
                 for space in now.namespaces:
                     family.add_metric([space.namespace[:8]], getattr(space, field))
                 yield family

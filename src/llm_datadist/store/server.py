@@ -20,7 +20,6 @@ import numpy as np
 
 from llm_datadist._checks import check_int, check_rule
 from llm_datadist._log import logger
-from llm_datadist.config import LLMConfig
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import CacheMismatch, DeadlineExceeded, LinkError, LLMException, LLMStatusCode, ParamError
 from llm_datadist.store import messages
@@ -201,9 +200,7 @@ class StoreServer:
     def _on_save(self, question: PeerQuestion) -> None:
         who = f"cluster {question.cluster_id}"
         asked = decode(messages.Save, question.body, who)
-        check_rule(
-            len(asked.keys) == len(asked.blocks), f"{who} sent {len(asked.blocks)} blocks for {len(asked.keys)} keys"
-        )
+        check_rule(len(asked.keys) == len(asked.blocks), f"{who} sent unequal numbers of keys and blocks")
         until = time.monotonic() + question.budget_ms / 1e3
         self._savers.submit(question, lambda: self._save(question, asked, until))
 
@@ -310,21 +307,14 @@ class StoreServer:
     def _examine(self, asked: messages.Suspect) -> bytes:
         """Digest slots again, and forget those that changed; a client's word is not enough."""
         with self._lock:
-            space = self._spaces.get(asked.namespace)
-            slots = [] if space is None else space.slots.published_of(asked.slots)
-            if space is not None:
-                space.slots.begin_read(slots)
-        if space is not None:
-            self._compare(space, slots)
-        return b""
-
-    def _compare(self, space: _Space, slots: list[int]) -> None:
+            if (space := self._spaces.get(asked.namespace)) is None:
+                return b""
+            slots = space.slots.published_of(asked.slots)
+            space.slots.begin_read(slots)
         wrong: list[int] = []
         try:
-            now = self._manager.digest_blocks(space.cache, slots, space.nonce)
-            with self._lock:
-                differ = (now != space.slots.digests(slots)).any(axis=1)
-            wrong = [slot for slot, differs in zip(slots, differ.tolist(), strict=True) if differs]
+            differ = self._manager.digest_blocks(space.cache, slots, space.nonce) != space.slots.digests(slots)
+            wrong = np.array(slots, np.int64)[differ.any(axis=1)].tolist()
         finally:
             with self._lock:
                 keys = space.slots.drop(wrong)
@@ -332,9 +322,8 @@ class StoreServer:
                 space.counts["removed"] += len(keys)
                 self._tell("removed", space.name, keys)
         if wrong:
-            logger.error(
-                "%d slots of namespace %s had changed in memory and were dropped", len(wrong), space.name[:4].hex()
-            )
+            logger.error("%d slots of namespace %s had changed and were dropped", len(wrong), space.name[:4].hex())
+        return b""
 
     def _tell(self, kind: str, name: bytes, keys: list[bytes]) -> None:
         """Under the lock: add an event."""
@@ -453,10 +442,10 @@ class _Savers:
 
 
 def _options(memory: int, listen: str) -> dict[str, str]:
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    config.listen_ip_info = listen
-    config.sync_kv_timeout = _PULL_MS
-    config.mem_pool_cfg = json.dumps({"memory_size": memory, "page_shift": _PAGE_SHIFT})
-    return config.generate_options()
+    return {
+        "ge.exec.deviceId": "0",
+        "llm.EnableCacheManager": "1",
+        "llm.listenIpInfo": listen,
+        "llm.SyncKvCacheWaitTime": str(_PULL_MS),
+        "llm.MemPoolConfig": json.dumps({"memory_size": memory, "page_shift": _PAGE_SHIFT}),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode
@@ -10,12 +10,7 @@ from llm_datadist.errors import LLMException, LLMStatusCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-class Asker(Protocol):
-    """Way back to the peer."""
-
-    def send(self, question: PeerQuestion, answer: bytes | LLMException) -> None:
-        """Send the only answer."""
+    Send = Callable[[bytes | LLMException], None]
 
 
 class PeerQuestion:
@@ -30,14 +25,14 @@ class PeerQuestion:
         budget_ms: Milliseconds for which the peer waits, as it says.
     """
 
-    __slots__ = ("_asker", "body", "budget_ms", "cluster_id", "incarnation")
+    __slots__ = ("_send", "body", "budget_ms", "cluster_id", "incarnation")
 
-    def __init__(self, cluster_id: int, incarnation: str, body: bytes, budget_ms: int, asker: Asker) -> None:
+    def __init__(self, cluster_id: int, incarnation: str, body: bytes, budget_ms: int, send: Send) -> None:
         self.cluster_id = cluster_id
         self.incarnation = incarnation
         self.body = body
         self.budget_ms = budget_ms
-        self._asker = asker
+        self._send = send
 
     def answer(self, body: bytes) -> None:
         """Send the answer; the first one counts. Without the link it has no effect.
@@ -46,11 +41,11 @@ class PeerQuestion:
             TypeError: ``body`` is not bytes.
             ParamError: More than 1,048,064 bytes.
         """
-        self._asker.send(self, body)
+        self._send(body)
 
     def refuse(self, error: LLMException) -> None:
         """Send status and text of an error instead, as :meth:`answer`."""
-        self._asker.send(self, error)
+        self._send(error)
 
     def answer_by(self, function: Callable[[], bytes | None]) -> None:
         """Answer with what ``function`` returns, unless that is None; refuse with what it raises."""
