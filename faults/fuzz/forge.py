@@ -297,7 +297,7 @@ def _message(rng: random.Random, name: str, *, sealed: bool) -> list[Any]:
 
 
 _WEIGHTS: Final = {
-    24: "resolve",
+    22: "resolve",
     20: "release",
     8: "consumed",
     6: "locate claim verify",
