@@ -36,6 +36,8 @@ POOL_BYTES: Final = sum(each.keys * each.tensors * each.nbytes for each in SPACE
 #: Seconds between two events, and of a stop.
 _PAUSES, _STOPS = (0.02, 0.5), (0.01, 3.0)
 _PATIENCE_SECONDS: Final = 120.0
+#: Pulls of stopped savers end by their deadline, too.
+_PULL_MS: Final = 700
 _TICK: Final = 0.02
 _POOL_OF_CLIENT: Final = BLOCKS * 4 * 65536 + (4 << 20)
 
@@ -102,7 +104,7 @@ class Epoch:
         end = ChildEnd("store")
         self._lives += 1
         journal = self.folder / f"store {self._lives}.events"
-        end.do(server.start, self._address, POOL_BYTES, self.transport, journal)
+        end.do(server.start, self._address, POOL_BYTES, self.transport, journal, len(SPACES), _PULL_MS)
         return end
 
     def _client(self, task: Task) -> ChildEnd:

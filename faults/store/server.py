@@ -58,10 +58,9 @@ class WatchedServer(StoreServer):
         return False
 
 
-def start(world: World, address: str, memory: int, transport: str, journal: Path, namespaces: int = 3) -> int:
+def start(world: World, address: str, memory: int, transport: str, journal: Path, namespaces: int, pull_ms: int) -> int:
     """Begin to serve; return the port."""
-    # Pulls of stopped savers end by their deadline, too.
-    options = {"llm.Transport": transport, "llm.PeerTimeout": "2", "llm.SyncKvCacheWaitTime": "700"}
+    options = {"llm.Transport": transport, "llm.PeerTimeout": "2", "llm.SyncKvCacheWaitTime": str(pull_ms)}
     world.memory["journal"] = Journal(journal)
     world.memory["errors"] = errors_logged()
     world.memory["server"] = server = WatchedServer(

@@ -161,7 +161,7 @@ class OurStore(Store):
         end = ChildEnd("store")
         # A namespace's share of the pool: two tensors of eight blocks.
         memory = 4 * max(_PAGE, self.capacity * USUAL.nbytes) * USUAL.tensors
-        end.do(server.start, self._address, memory, self._transport, self._new("events"), 4)
+        end.do(server.start, self._address, memory, self._transport, self._new("events"), 4, 5000)
         return end
 
     def _new(self, name: str) -> Path:
