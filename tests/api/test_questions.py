@@ -65,10 +65,6 @@ def incarnation(world: World) -> str:
     return world.dd.incarnation
 
 
-def intact(world: World) -> None:
-    world.dd.check_integrity()
-
-
 def kept(world: World) -> int:
     return len(world.memory["kept"])
 
@@ -131,21 +127,6 @@ def test_a_question_without_answer_ends_in_time_and_too_many_are_refused(shm_pai
     with frozen(prompt), pytest.raises(DeadlineExceeded, match="ask 'echo' of cluster 1"):
         decoder.do(ask, b"", 20)
     assert decoder.do(ask, b"late yes") == b"yes"
-
-
-def test_an_answer_after_the_end_of_its_link_is_forgotten() -> None:
-    with one_family("shm") as family:
-        prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2)
-        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-        prompt.do(serve)
-        prompt.do(note_lost)
-        with pytest.raises(DeadlineExceeded):
-            decoder.do(ask, b"keep", 1)
-        wait_until(lambda: prompt.do(kept) == 1)
-        assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
-        wait_until(lambda: bool(prompt.do(lost_peers)))
-        prompt.do(answer_kept)
-        prompt.do(intact)
 
 
 def test_a_peer_of_a_release_without_questions_is_named(shm_pair: Pair) -> None:

@@ -293,4 +293,3 @@ class Engine:
         self.store.check_integrity()
         self.links.check_integrity()
         self.grants.check_integrity()
-        self.questions.check_integrity()

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_rule, check_text, check_type, require_intact
+from llm_datadist._checks import check_rule, check_text, check_type
 from llm_datadist._links.messages import MAX_BODY, Answer, Question, RemoteFailure, failed
 from llm_datadist._links.versions import QUESTIONS
 from llm_datadist._log import logger
@@ -102,11 +102,6 @@ class Questions:
                 callback(link.peer.cluster_id, link.peer.incarnation.hex())
             except Exception as error:  # noqa: BLE001 (of the user; the link's end must go on)
                 logger.error("unexpected error of a callback of on_peer_lost", exc_info=error)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if questions of a link that has ended are counted."""
-        with self._lock:
-            require_intact(not any(link.ended for link in self._unanswered), f"counted: {self._unanswered}")
 
 
 def ask(links: LinkManager, cluster_id: int, name: str, body: bytes, deadline: Deadline) -> bytes:
