@@ -24,8 +24,8 @@ from vllm.v1.request import Request
 from llm_datadist.errors import LLMException
 from llm_datadist.integrations.vllm import LLMDataDistStoreConnector, store_scheduler
 from llm_datadist.integrations.vllm.layout import Layout
-from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler, StoreTold
-from llm_datadist.integrations.vllm.store_worker import namespace_of
+from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreScheduler, StoreTold
+from llm_datadist.integrations.vllm.store_worker import StoreWorker, namespace_of
 from tests.vllm.test_layouts import configured, spec_of
 from tests.vllm.test_requests import adapter
 
@@ -350,6 +350,22 @@ def test_events_tell_the_blocks_that_the_store_has_taken_on_all_ranks(scheduler:
     (event,) = scheduler.take_events()
     assert (event.block_hashes, event.parent_block_hash) == (hashes[:2], None)
     assert scheduler.take_events() == []
+
+
+def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
+    """vLLM asks for it in its `finally`; test_store_engine.py has an engine that does."""
+    begun: list[Any] = []
+    saver = SimpleNamespace(submit=lambda _, *order: begun.append(order))
+    order = 1, [b"key"], [2]
+    worker: Any = SimpleNamespace(_unsaved=StoreOrders(save=order), _running=0, _save=None, _saver=saver)
+    try:
+        raise ArithmeticError
+    except ArithmeticError:
+        StoreWorker.save(worker)
+    assert begun == []
+    vars(worker)["_unsaved"] = StoreOrders(save=order)
+    StoreWorker.save(worker)
+    assert begun == [order]
 
 
 def saved_keys(scheduler: StoreScheduler, request: Request) -> list[bytes]:
