@@ -257,13 +257,19 @@ def test_a_hit_that_is_not_loaded_is_released(scheduler: StoreScheduler) -> None
     assert step(scheduler, {}, {}).loads == {}
 
 
-def test_a_request_whose_load_failed_is_computed_and_saved_anew(scheduler: StoreScheduler) -> None:
+def loading(scheduler: StoreScheduler) -> Request:
+    """Return request ``a``, whose four full blocks are being loaded from the store."""
     request = asked("a", 18)
     scheduler.on_new_request(request)
     for each in clients(scheduler):
         each.keys = set(request.block_hashes)
     assert scheduler.matched_tokens(request, 0)
     allocate(scheduler, request, [1, 2, 3, 4], 4 * TOKENS)
+    return request
+
+
+def test_a_request_whose_load_failed_is_computed_and_saved_anew(scheduler: StoreScheduler) -> None:
+    request = loading(scheduler)
     tell(scheduler, received=("a",), failed=("a",))
     assert sum(each.held for each in clients(scheduler)) == 0
     assert scheduler.matched_tokens(request, 0) == 0
@@ -272,12 +278,7 @@ def test_a_request_whose_load_failed_is_computed_and_saved_anew(scheduler: Store
 
 
 def test_a_failed_load_of_an_aborted_request_leaves_nothing(scheduler: StoreScheduler) -> None:
-    request = asked("a", 18)
-    scheduler.on_new_request(request)
-    for each in clients(scheduler):
-        each.keys = set(request.block_hashes)
-    assert scheduler.matched_tokens(request, 0)
-    allocate(scheduler, request, [1, 2, 3, 4], 4 * TOKENS)
+    request = loading(scheduler)
     scheduler.finished(request, ([],))
     assert [each.held for each in clients(scheduler)] == [1, 1], "vLLM keeps the blocks until the load has ended"
     tell(scheduler, received=("a",), failed=("a",))
