@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     Emit: TypeAlias = Callable[[V], str | None]
 
 
-def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
+def parse_listen_ip_info(listen_ip_info: str, name: str = "listen_ip_info") -> tuple[str, int]:
     """Split "ip:port"; an IPv6 address stands in brackets, "[::1]:26051" (extension). Port 0 picks a free one.
 
     Raises:
@@ -93,12 +93,12 @@ def parse_listen_ip_info(listen_ip_info: str) -> tuple[str, int]:
 
     Source: interface §2.
     """
-    text = check_text("listen_ip_info", check_type("listen_ip_info", listen_ip_info, str))
+    text = check_text(name, check_type(name, listen_ip_info, str))
     ip, colon, port = text[1:].partition("]:") if text.startswith("[") else text.partition(":")
     if not ip or not colon or ":" in port or (text.startswith("[") and not is_ipv6(ip)):
-        raise ParamError(f"listen_ip_info: {listen_ip_info!r} is not of the form ip:port")
+        raise ParamError(f"{name}: {listen_ip_info!r} is not of the form ip:port")
     if not is_digits(port) or int(port) > 65535:
-        raise ParamError(f"listen_ip_info: port {port!r} of {listen_ip_info!r} is no number in [0, 65535]")
+        raise ParamError(f"{name}: port {port!r} of {listen_ip_info!r} is no number in [0, 65535]")
     return ip, int(port)
 
 

@@ -223,40 +223,29 @@ def digest_blocks(
     store: CacheStore, pool: CopyPool | None, cache_id: int, blocks: BlockList, nonce: bytes, deadline: Deadline
 ) -> tuple[NDArray[np.uint64], int]:
     """Return a digest of each block over all tensors, shape (blocks, 2), and the bytes read."""
-    what = "digest_blocks"
-    with store.using(cache_id, f"{what}: cache") as entry:
+
+    def digests(tensors: Tensors, at: NDArray[np.uint64], length: int, count: int) -> NDArray[np.uint64]:
+        """Return those of runs of ``length`` bytes in ``count`` tensors, shape (count, runs, 2)."""
+        runs = np.ascontiguousarray(np.stack([at, at, np.full(len(at), length, np.uint64)], axis=1))
+        plan = Plan(0, 0, count, runs, ordered=False, nbytes=count * length * len(at))
+        side = PlanSide(plan, tensors, is_dst=False)
+        found = digest(side, pool, deadline.expires_ns, nonce, each_run=True, cancelled=deadline.cancelled)
+        if found is None:
+            raise deadline.error("digest_blocks", "verify")
+        return found
+
+    with store.using(cache_id, "digest_blocks: cache") as entry:
         check_blocks("blocks", blocks, entry.geometry)
         stride, count = entry.geometry.stride, entry.geometry.num_tensors
-        at = blocks.array.astype(np.uint64) * np.uint64(stride)
-        parts = _digest_runs(entry.storage.tensors, at, stride, count, pool, nonce, deadline, what)
+        if not len(blocks):
+            return np.empty((0, 2), np.uint64), 0
+        parts = digests(entry.storage.tensors, blocks.array.astype(np.uint64) * np.uint64(stride), stride, count)
     # A digest of the digests of its tensors.
     table = np.ascontiguousarray(parts.transpose(1, 0, 2))
-    row = table.nbytes // max(1, len(table))
-    tensors = Tensors(np.array([table.ctypes.data], np.uint64), max(1, table.nbytes))
+    row = table.nbytes // len(table)
+    tensors = Tensors(np.array([table.ctypes.data], np.uint64), table.nbytes)
     at = np.arange(len(table), dtype=np.uint64) * np.uint64(row)
-    return _digest_runs(tensors, at, row, 1, pool, nonce, deadline, what)[0], stride * count * len(table)
-
-
-def _digest_runs(
-    tensors: Tensors,
-    at: NDArray[np.uint64],
-    length: int,
-    count: int,
-    pool: CopyPool | None,
-    nonce: bytes,
-    deadline: Deadline,
-    what: str,
-) -> NDArray[np.uint64]:
-    """Return digests of runs of ``length`` bytes in ``count`` tensors, shape (count, runs, 2)."""
-    if not len(at):
-        return np.empty((count, 0, 2), np.uint64)
-    runs = np.ascontiguousarray(np.stack([at, at, np.full(len(at), length, np.uint64)], axis=1))
-    plan = Plan(0, 0, count, runs, ordered=False, nbytes=count * length * len(at))
-    side = PlanSide(plan, tensors, is_dst=False)
-    found = digest(side, pool, deadline.expires_ns, nonce, each_run=True, cancelled=deadline.cancelled)
-    if found is None:
-        raise deadline.error(what, "verify")
-    return found
+    return digests(tensors, at, row, 1)[0], stride * count * len(table)
 
 
 def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.uint64]:

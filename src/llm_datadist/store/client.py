@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_int32, check_list, check_rule, check_type, check_uint64, is_digits
+from llm_datadist._checks import check_int, check_int32, check_list, check_rule, check_type, check_uint64
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -113,13 +114,12 @@ class StoreClient:
         self._options = given
         self._cluster = _cluster(given.store_id, address)
         self._what = f"store at {address}"
-        self._wanted = threading.Event()  # the thread should dial
+        self._wanted = threading.Event()  # it should dial, or end
         self._linked = threading.Event()
         self._closed = False
         self._resume_at = 0.0  # monotonic; no question before
         self._warned = ""
         self._dialler = threading.Thread(target=self._dial, name="llm-datadist-store-dial", daemon=True)
-        self._wanted.set()
         self._dialler.start()
 
     def connect(self, timeout: float) -> bool:
@@ -313,34 +313,24 @@ class StoreClient:
 
     def _dial(self) -> None:
         """Link to the store whenever it is wanted. In a thread of its own."""
-        pause = _FIRST_PAUSE
+        pause: float | None = None
         while True:
-            self._wanted.wait()
+            self._wanted.clear()  # before the look: whoever sets it afterwards is heard
             if self._closed:
                 return
-            self._wanted.clear()
             try:
-                linked = self._link()
+                if not self._is_up():
+                    # Its status does not tell: another process may be linked under this cluster id.
+                    self._datadist.link_clusters([self._cluster], _DIAL_MS)
+                linked = self._is_up()
             except StateError:
                 return  # finalized
             if linked:
-                self._resume_at, pause = 0.0, _FIRST_PAUSE
+                self._resume_at, pause = 0.0, None
                 self._linked.set()
-                continue
-            until = time.monotonic() + pause
-            while time.monotonic() < until:
-                time.sleep(_FIRST_PAUSE)
-                if self._closed:
-                    return
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            self._wanted.set()
-
-    def _link(self) -> bool:
-        """Return True if the store is linked, after one attempt to link it."""
-        if not self._is_up():
-            # Its status does not tell: another process may be linked under this cluster id.
-            self._datadist.link_clusters([self._cluster], _DIAL_MS)
-        return self._is_up()
+            else:
+                pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)
+            self._wanted.wait(pause)
 
     def _is_up(self) -> bool:
         with suppress(NotLinked):
@@ -364,11 +354,8 @@ def _check_keys(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
 
 
 def _cluster(store_id: int, address: str) -> LLMClusterInfo:
-    host, _, port = check_type("address", address, str).rpartition(":")
-    if not (host and is_digits(port)):
-        raise ParamError(f"address: {address!r} is not ip:port")
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = store_id
     cluster.append_local_ip_info("127.0.0.1", 0)
-    cluster.append_remote_ip_info(host, int(port))
+    cluster.append_remote_ip_info(*parse_listen_ip_info(address, "address"))
     return cluster

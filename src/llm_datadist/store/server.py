@@ -11,10 +11,10 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from itertools import count, islice
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -52,13 +52,6 @@ _SWEEP_EVERY: Final = 64  # lookups between searches for ended grants, at least
 _PULL_MS: Final = 5000
 
 
-class _Load(NamedTuple):
-    """Slots lent to a reader, until the grant has ended."""
-
-    grant: Grant
-    slots: list[int]
-
-
 class _Space:
     """A namespace's slots. Threads: under the lock of the server, except ``cache``, ``shape`` and ``nonce``."""
 
@@ -68,21 +61,20 @@ class _Space:
         self.cache = cache
         self.slots = Slots(count)
         self.nonce = secrets.token_bytes(16)
-        self.loads: list[_Load] = []
+        self.loads: list[tuple[Grant, list[int]]] = []  # slots lent to a reader, until the grant has ended
         self.sweep_at = _SWEEP_EVERY
         self.used = 0  # number of the last use, among all namespaces
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
     def sweep(self) -> None:
         """End the loads whose grants have ended: ``active`` is False only once the guard has advanced."""
-        left = []
-        for load in self.loads:
-            if load.grant.active:
-                left.append(load)
+        loads, self.loads = self.loads, []
+        for grant, slots in loads:
+            if grant.active:
+                self.loads.append((grant, slots))
             else:
-                self.slots.end_read(load.slots)
-        self.loads = left
-        self.sweep_at = 2 * len(left) + _SWEEP_EVERY
+                self.slots.end_read(slots)
+        self.sweep_at = 2 * len(self.loads) + _SWEEP_EVERY
 
 
 class StoreServer:
@@ -113,18 +105,18 @@ class StoreServer:
         namespaces: int = 4,
         options: dict[str, str] | None = None,
     ) -> None:
-        count, size = check_int("namespaces", namespaces), check_int("memory", memory)
-        check_rule(count >= 1, f"namespaces: {count}, at least 1 is needed")
+        most, size = check_int("namespaces", namespaces), check_int("memory", memory)
+        check_rule(most >= 1, f"namespaces: {most}, at least 1 is needed")
         given = dict(options or {})
         for name in _SEALED:
             check_rule(given.setdefault(name, "0") == "0", f"options: {name}={given[name]}, a store needs 0")
-        self._share = size // count >> _PAGE_SHIFT << _PAGE_SHIFT
-        check_rule(self._share > 0, f"memory: {size} bytes, at least {count << _PAGE_SHIFT} are needed")
-        self._most = count
+        self._share = size // most >> _PAGE_SHIFT << _PAGE_SHIFT
+        check_rule(self._share > 0, f"memory: {size} bytes, at least {most << _PAGE_SHIFT} are needed")
+        self._most = most
         self._lock = threading.Lock()  # guards the index; nothing blocks under it
         self._making = threading.Lock()  # held while a namespace gets its memory
         self._spaces: dict[bytes, _Space] = {}
-        self._uses = 0
+        self._uses = count()
         self._events: deque[Event] = deque()
         self._kept = 0  # keys of them, and their number
         self._number = 0
@@ -176,8 +168,7 @@ class StoreServer:
             space = self._spaces.get(asked.namespace)
             slots = [] if space is None else space.slots.run(asked.keys)
             if space is not None:
-                self._uses += 1
-                space.used = self._uses
+                space.used = next(self._uses)
                 space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
             if space is not None and len(space.loads) >= space.sweep_at:
                 space.sweep()
@@ -192,7 +183,7 @@ class StoreServer:
                 space.slots.end_read(slots)
             raise
         with self._lock:
-            space.loads.append(_Load(grant, slots))
+            space.loads.append((grant, slots))
         places = np.array(slots, "<i8").tobytes(), digests.astype("<u8").tobytes()
         return messages.Found(grant.to_bytes(), *places, space.nonce, space.shape).encode()
 
@@ -223,8 +214,7 @@ class StoreServer:
             with self._lock:
                 if self._spaces.get(asked.namespace) is not space:
                     continue  # displaced
-                self._uses += 1
-                space.used = self._uses
+                space.used = next(self._uses)
                 if space.slots.free < len(asked.keys):
                     space.sweep()
                 filling = space.slots.fill(asked.keys)
@@ -388,18 +378,13 @@ def _figures(space: _Space) -> NamespaceStatistics:
 
 
 class _Savers:
-    """Threads ``llm-datadist-store-save-<n>``: they do the jobs of each client one after the other, in its order."""
+    """Threads that do the jobs of each client one after the other, in its order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[Client, deque[Callable[[], None]]] = {}  # with the running one's client, until it has none
-        self._ready: SimpleQueue[Client | None] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(_THREADS, "llm-datadist-store-save")
         self._closed = False
-        self._threads: list[threading.Thread] = []
-        for number in range(_THREADS):
-            thread = threading.Thread(target=self._run, name=f"llm-datadist-store-save-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
 
     def submit(self, question: PeerQuestion, job: Job) -> None:
         """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""
@@ -410,7 +395,7 @@ class _Savers:
             jobs = self._jobs.get(client)
             if jobs is None:
                 self._jobs[client] = jobs = deque()
-                self._ready.put(client)
+                self._threads.submit(self._run, client)
             if len(jobs) >= _MAX_WAITING:
                 text = f"{_MAX_WAITING} saves of this client wait already"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
@@ -426,23 +411,20 @@ class _Savers:
             self._closed = True
             for jobs in self._jobs.values():
                 jobs.clear()
-        for _ in self._threads:
-            self._ready.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _run(self) -> None:
-        while (client := self._ready.get()) is not None:
-            with self._lock:
-                jobs = self._jobs[client]
-                job = jobs.popleft() if jobs else None
-            if job is not None:
-                job()
-            with self._lock:
-                if jobs:
-                    self._ready.put(client)
-                else:
-                    del self._jobs[client]
+    def _run(self, client: Client) -> None:
+        """Do the client's next job, then let the others' go first."""
+        with self._lock:
+            jobs = self._jobs[client]
+            job = jobs.popleft() if jobs else None
+        if job is not None:
+            job()
+        with self._lock:
+            if jobs:
+                self._threads.submit(self._run, client)
+            else:
+                del self._jobs[client]
 
 
 def _options(memory: int, listen: str) -> dict[str, str]:
