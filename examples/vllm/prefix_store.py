@@ -1,10 +1,11 @@
 """Two vLLM servers of one host share the KV of a long prompt through a prefix store, which outlives them.
 
-    python examples/vllm/prefix_store.py
+    python examples/vllm/prefix_store.py [--files]
 
 Server A computes the prompt, server B loads it. Then both are killed with -9 and started again, and load it. Then the
 store is killed, and A computes the prompt. The answers have to be equal; the exit status says whether they were, and
 whether their tokens came from where they should. The servers' own prefix caches are off: they would hide the store.
+With ``--files`` two servers do the first part with vLLM's ExampleConnector, which keeps KV in files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model import CHARACTERS, SPECIAL, build
-from servers import MODEL, Servers, store_connector
+from servers import MODEL, Connector, Servers, store_connector
 
 if TYPE_CHECKING:
     from servers import Server
@@ -69,13 +70,12 @@ def ask(server: Server, prompt: list[int]) -> Answer:
     return Answer(tokens, first_s, server.pulled_tokens() - before)
 
 
-def _start(servers: Servers, store: str, letters: str = "AB") -> list[Server]:
+def _start(servers: Servers, connector: Connector) -> list[Server]:
     """Start servers, each on one core, and have each answer something, which is slow the first time."""
     options = ("--no-enable-prefix-caching",)
-    connector = store_connector(store, store_options={"lookup_ms": 1000})  # a laptop may be busy
     started = [
         servers.start("both", connector, name=letter, cores=core, options=options)
-        for letter, core in zip(letters, "01", strict=False)
+        for letter, core in zip("AB", "01", strict=True)
     ]
     for server in started:
         server.wait(300)
@@ -87,32 +87,40 @@ def _prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(len(SPECIAL), len(SPECIAL) + len(CHARACTERS)), k=length)
 
 
-def run(folder: Path, length: int) -> list[tuple[str, Answer, bool]]:
-    """Run the scenes; return each with its answer, and True if its tokens should come from the store."""
+def run(folder: Path, length: int, *, files: bool = False) -> list[tuple[str, Answer, bool]]:
+    """Run the scenes; return each with its answer, and True if its tokens should come from the store, or from files."""
     prompt = _prompt(length, 0)
     with Servers(folder, build(folder / "model", **LARGER)) as servers:
         store = servers.store()
-        address = f"127.0.0.1:{store.port}"
-        first, second = _start(servers, address)
+        patient = {"lookup_ms": 1000}  # a laptop may be busy
+        connector = store_connector(f"127.0.0.1:{store.port}", store_options=patient)
+        first, second = _start(servers, connector)
         rows = [("A, cold", ask(first, prompt), False), ("B", ask(second, prompt), True)]
         for server in (first, second):
             server.kill()
-        first, second = _start(servers, address)
+        first, second = _start(servers, connector)
         rows += [("A after kill -9", ask(first, prompt), True), ("B after kill -9", ask(second, prompt), True)]
         store.kill()
         rows.append(("A, store killed", ask(first, prompt), False))
+        if files:
+            for server in (first, second):
+                server.kill()
+            first, second = _start(servers, Connector("ExampleConnector", extra={"shared_storage_path": str(folder)}))
+            rows += [("A, writes files", ask(first, prompt), False), ("B, reads files", ask(second, prompt), True)]
     return rows
 
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=2000, help="of the prompt, at most 2,200")
-    length: int = parser.parse_args().tokens
+    parser.add_argument("--files", action="store_true", help="then the same with vLLM's ExampleConnector")
+    options = parser.parse_args()
+    length: int = options.tokens
     with tempfile.TemporaryDirectory() as folder:
-        rows = run(Path(folder), length)
+        rows = run(Path(folder), length, files=options.files)
     cold = rows[0][1]
     right = True
-    print(f"{'server':17}{'tokens from the store':>23}{'first token':>14}{'of cold':>9}  answer")
+    print(f"{'server':17}{'tokens not computed':>23}{'first token':>14}{'of cold':>9}  answer")
     for name, answer, hit in rows:
         equal = answer.tokens == cold.tokens and len(answer.tokens) == NEW
         right &= equal and bool(answer.stored) == hit

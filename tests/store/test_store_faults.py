@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMDataDist, TransferConfig
-from llm_datadist.errors import GrantEnded, LLMException
+from llm_datadist.errors import GrantEnded, LLMException, StateError
 from llm_datadist.store import messages
 from llm_datadist.store.messages import Lookup, Save
 from llm_datadist.views import tensor_views
@@ -22,6 +22,7 @@ from tests.support.kinds import ChildEnd, World
 from tests.support.layers import Always
 from tests.support.linking import free_port
 from tests.support.moves import make, show, wait_until
+from tests.unit.holder import in_a_forked_child
 
 pytestmark = pytest.mark.covers("store.*")
 
@@ -244,6 +245,37 @@ def connected(world: World) -> bool:
 
 def _linked(world: World) -> bool:
     return any(link.state == "ready" for link in world.dd.statistics().links)
+
+
+def test_a_forked_child_has_nothing_of_its_parents_client() -> None:
+    with family_of() as family:
+        store = family.store()
+        end = family.engine(store)
+        keys = keys_of(0, 1)
+        end.do(e.save, keys, [0, 1])
+        assert end.do(e.look_up, keys) == 2
+        end.do(use_in_a_fork, keys_of(0, 7))
+        assert not e.idle(store), "the child has released the hit"
+        end.do(e.load, [3, 4])
+        assert end.do(e.look_up, keys_of(7), "miss") == 0
+        assert end.do(e.hits, keys) == 2
+
+
+def use_in_a_fork(world: World, keys: list[bytes]) -> None:
+    client, cache, hit = world.memory["client"], world.caches["kv"], world.memory["hit"]
+
+    def refused() -> None:
+        for call in (
+            lambda: client.lookup(keys),
+            lambda: client.save(keys, cache, [0, 1]),
+            lambda: client.load(hit, cache, [5, 6], release=False),
+        ):
+            with pytest.raises(StateError):
+                call()
+        client.release(hit)
+        client.close()
+
+    in_a_forked_child(refused)
 
 
 def test_a_liar_that_changes_what_it_lends_spoils_its_own_keys_only() -> None:

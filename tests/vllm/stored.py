@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -192,11 +193,13 @@ class Engine:
             self.answers([[5, 6]], new=1)  # the ranks tell the scheduler their namespaces
             assert all(client.connect(60) for part in SeenStoreConnector.parts for client in part.clients)
 
-    def answers(self, prompts: Sequence[Tokens], new: int = 8, salt: str | None = None) -> list[tuple[Tokens, int]]:
+    def answers(
+        self, prompts: Sequence[Tokens], new: int = 8, salt: str | None = None, lora: LoRARequest | None = None
+    ) -> list[tuple[Tokens, int]]:
         """Return each answer, and the number of tokens of its prompt that were not computed."""
         asked: list[Any] = [{"prompt_token_ids": each} | ({"cache_salt": salt} if salt else {}) for each in prompts]
         sampling = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-        found = self.llm.generate(asked, sampling, use_tqdm=False)
+        found = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return [(list(each.outputs[0].token_ids), each.num_cached_tokens or 0) for each in found]
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ several. Answers are compared with those of an engine without a store.
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
 from five_cases import prompts
 from model import build
+from tests.vllm.latent import build_latent
 from tests.vllm.seen import ENVIRONMENT
 from tests.vllm.stored import BLOCK, Engine, Other, RemoteStore, SeenStoreConnector
 
@@ -117,6 +123,55 @@ def test_what_is_not_the_same_identity_hits_nothing(
             if name != "dtype":  # roughly the same KV
                 assert (answer == cold[len(LONG)]) is (name not in {"rope", "weights"})
     assert hits == dict.fromkeys(engines, 0) | {"none": full(LONG)}
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """Save a random adapter of the values of all layers."""
+    folder.mkdir()
+    made = torch.Generator().manual_seed(seed)
+    sizes = {"lora_A": (8, 256), "lora_B": (128, 8)}
+    name = "base_model.model.model.layers.{}.self_attn.v_proj.{}.weight"
+    save_file(
+        {name.format(i, part): torch.randn(size, generator=made) for i in range(4) for part, size in sizes.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_adapter_hits_what_it_has_computed_and_nothing_of_another_with_its_name(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, tmp_path: Path
+) -> None:
+    one, other = (LoRARequest("a", 1 + i, str(adapter(tmp_path / str(i), i))) for i in range(2))
+    answers: list[Tokens] = []
+    with Engine(checkpoint, store, enable_lora=True, max_lora_rank=8) as engine:
+        for adapted in (None, one, other):
+            ((answer, hit),) = engine.answers([LONG], lora=adapted)
+            assert hit == 0
+            engine.forget()
+            assert engine.answers([LONG], lora=adapted) == [(answer, full(LONG))]
+            engine.forget()
+            answers.append(answer)
+    assert answers[0] == cold[len(LONG)]
+    assert answers[0] != answers[1] != answers[2] != answers[0], "the adapters do nothing"
+
+
+def test_a_latent_head_is_loaded_as_it_was_computed(store: RemoteStore, tmp_path: Path) -> None:
+    """Of a prompt of whole blocks and one token only that token is computed, as by the engine that has the blocks."""
+    model = build_latent(tmp_path / "latent")
+    asked = [prompt[:length] for prompt, length in zip(ASKED[-3:], (145, 289, 433), strict=True)]
+    SeenStoreConnector.digests.clear()
+    with Engine(model, store, 256) as engine:
+        computed = [engine.answers([prompt])[0] for prompt in asked]
+        own = [engine.answers([prompt])[0] for prompt in asked]
+        engine.forget()
+        assert [engine.answers([prompt])[0] for prompt in asked] == own
+        engine.forget()
+        with Other(store, 1) as other:
+            assert all(SeenStoreConnector.digests[key] == {other.digest_of(key)} for key in SeenStoreConnector.digests)
+    assert [hit for _, hit in computed] == [0] * len(asked)
+    assert [hit for _, hit in own] == [len(prompt) - 1 for prompt in asked]
 
 
 def test_zeroed_slots_are_refused_and_would_give_other_tokens(
