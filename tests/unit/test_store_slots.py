@@ -96,24 +96,16 @@ class SlotsMachine(RuleBasedStateMachine):
     def fill(self, keys: list[bytes]) -> None:
         known = {key for slot, (key, _) in self.held.items() if slot not in self.dropped}
         found = self.found()
-        room, evicted, positions = SLOTS - len(self.held), [], []
-        for position, key in enumerate(keys):
-            if key in known:
-                if key in found:
-                    self.sieve.visited.add(key)
-                continue
-            if not room:
-                read = {found[each] for each in found} & self.read_slots()
-                gone = self.sieve.evict({key for key, slot in found.items() if slot in read})
-                if gone is None:
-                    break
-                evicted.append(gone)
-                known.discard(gone)
-                del self.held[found.pop(gone)]
-                room += 1
-            room -= 1
-            known.add(key)
-            positions.append(position)
+        self.sieve.visited |= {key for key in keys if key in found}
+        wanted = [at for at, key in enumerate(keys) if key not in known and key not in keys[:at]]
+        room, evicted = SLOTS - len(self.held), []
+        while room + len(evicted) < len(wanted):
+            gone = self.sieve.evict({key for key, slot in found.items() if slot in self.read_slots()})
+            if gone is None:
+                break
+            evicted.append(gone)
+            del self.held[found.pop(gone)]
+        positions = wanted[: room + len(evicted)]
         filling = self.slots.fill(keys)
         assert (filling.positions, filling.evicted) == (positions, evicted)
         assert not set(filling.slots) & (self.read_slots() | set(self.held)), "a slot with readers is filled"
@@ -186,7 +178,7 @@ def test_an_event_that_the_table_lacks_is_refused_and_changes_nothing(state: Slo
         with pytest.raises(StateError, match="only a published one is read"):
             in_state(state).begin_read([0])
         assert in_state(state).drop([0]) == []
-    assert {event for _, event in TRANSITIONS} == set(SlotEvent)
+    assert set(TRANSITIONS) == set(SlotEvent)
 
 
 def test_the_hand_visits_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:

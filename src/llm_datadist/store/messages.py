@@ -17,7 +17,7 @@ SUSPECT: Final = "llm_datadist.store suspect"
 EVENTS: Final = "llm_datadist.store events"
 #: Keys of one question, and bytes of one key.
 MAX_LOOKUP_KEYS: Final = 4096
-MAX_SAVE_KEYS: Final = 256
+MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
 _MAX_TENSORS: Final = 4096
 _MAX_DIMS: Final = 30

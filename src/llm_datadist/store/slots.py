@@ -1,7 +1,7 @@
 """Slots of one namespace: their states, readers and keys, and SIEVE eviction. No I/O, no locks; see docs/store.md.
 
 A slot holds one key's block of all tensors. SIEVE keeps slots in the order of publication. Its hand moves from the
-oldest to the newest, spares each slot that was found since its last visit, and evicts the first that was not.
+oldest to the newest, spares each slot that was found since its last visit, and evicts the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 #: Slots that the hand visits for one call of :meth:`Slots.fill`, because lookups wait for it.
 MAX_VISITS: Final = 8192
-_NONE: Final = -1
 _HISTORY: Final = 8
 
 
@@ -48,13 +47,14 @@ class SlotEvent(Enum):
 
 _S, _E = SlotState, SlotEvent
 
-TRANSITIONS: Final[dict[tuple[SlotState, SlotEvent], SlotState]] = {
-    (_S.FREE, _E.FILL): _S.FILLING,
-    (_S.FILLING, _E.PUBLISH): _S.PUBLISHED,
-    (_S.FILLING, _E.ABANDON): _S.FREE,
-    (_S.PUBLISHED, _E.EVICT): _S.FREE,
-    (_S.PUBLISHED, _E.DROP): _S.DROPPED,
-    (_S.DROPPED, _E.IDLE): _S.FREE,
+#: State before and after each event.
+TRANSITIONS: Final[dict[SlotEvent, tuple[SlotState, SlotState]]] = {
+    _E.FILL: (_S.FREE, _S.FILLING),
+    _E.PUBLISH: (_S.FILLING, _S.PUBLISHED),
+    _E.ABANDON: (_S.FILLING, _S.FREE),
+    _E.EVICT: (_S.PUBLISHED, _S.FREE),
+    _E.DROP: (_S.PUBLISHED, _S.DROPPED),
+    _E.IDLE: (_S.DROPPED, _S.FREE),
 }
 
 
@@ -79,10 +79,10 @@ class Slots:
         self._digests = np.zeros((count, 2), np.uint64)
         self._readers = [0] * count
         self._visited = bytearray(count)
-        # Published slots as a list from the oldest to the newest; _NONE ends it.
-        self._newer, self._older = [_NONE] * count, [_NONE] * count
-        self._oldest = self._newest = self._hand = _NONE
-        self._history: deque[tuple[int, SlotEvent]] = deque(maxlen=_HISTORY)
+        # Published slots, the oldest first: those that the hand has passed, then the others.
+        self._passed: deque[int] = deque()
+        self._ahead: deque[int] = deque()
+        self._history: deque[tuple[SlotEvent, Sequence[int]]] = deque(maxlen=_HISTORY)
 
     @property
     def free(self) -> int:
@@ -91,18 +91,14 @@ class Slots:
 
     def keys(self) -> list[bytes]:
         """Return the published keys, the oldest first."""
-        found, slot = [], self._oldest
-        while slot != _NONE:
-            found.append(self._keys[slot])
-            slot = self._newer[slot]
-        return found
+        return [self._keys[slot] for slot in (*self._passed, *self._ahead)]
 
     def run(self, keys: Sequence[bytes]) -> list[int]:
         """Return the slots of the leading keys that are published; SIEVE counts them as found."""
         found: list[int] = []
         for key in keys:
-            slot = self._slot_of.get(key, _NONE)
-            if slot == _NONE or self._states[slot] is not SlotState.PUBLISHED:
+            slot = self._slot_of.get(key)
+            if slot is None or self._states[slot] is not SlotState.PUBLISHED:
                 break
             found.append(slot)
             self._visited[slot] = 1
@@ -130,66 +126,55 @@ class Slots:
         for slot in slots:
             self._readers[slot] -= 1
             if not self._readers[slot] and self._states[slot] is SlotState.DROPPED:
-                self._fire(slot, SlotEvent.IDLE)
+                self._fire(SlotEvent.IDLE, [slot])
                 self._free.append(slot)
 
     def fill(self, keys: Sequence[bytes]) -> Filling:
         """Take slots for keys that have none, in order, evicting others; without room the last keys get none."""
-        positions: list[int] = []
-        slots: list[int] = []
-        evicted: list[bytes] = []
-        visits = MAX_VISITS
+        wanted: dict[bytes, int] = {}  # position of each
         for position, key in enumerate(keys):
-            known = self._slot_of.get(key, _NONE)
-            if known != _NONE:
+            known = self._slot_of.get(key)
+            if known is None:
+                wanted.setdefault(key, position)
+            else:
                 self._visited[known] = 1
-                continue
-            if not self._free:
-                visits = self._evict(visits, evicted)
-                if not self._free:
-                    break
-            slot = self._free.pop()
-            self._fire(slot, SlotEvent.FILL)
+        evicted = self._evict(len(wanted) - len(self._free))
+        slots = [self._free.pop() for _ in range(min(len(wanted), len(self._free)))]
+        self._fire(SlotEvent.FILL, slots)
+        for key, slot in zip(wanted, slots, strict=False):
             self._keys[slot], self._slot_of[key] = key, slot
-            self.filling += 1
-            positions.append(position)
-            slots.append(slot)
-        return Filling(positions, slots, evicted)
+        self.filling += len(slots)
+        return Filling(list(wanted.values())[: len(slots)], slots, evicted)
 
     def publish(self, slots: Sequence[int], digests: NDArray[np.uint64]) -> None:
         """Let filled slots be found."""
-        for slot, digest in zip(slots, digests, strict=True):
-            self._fire(slot, SlotEvent.PUBLISH)
-            self._digests[slot] = digest
+        self._fire(SlotEvent.PUBLISH, slots)
+        self._digests[slots] = digests
+        for slot in slots:
             self._visited[slot] = 0
-            self._older[slot], self._newer[slot] = self._newest, _NONE
-            if self._newest != _NONE:
-                self._newer[self._newest] = slot
-            else:
-                self._oldest = slot
-            self._newest = slot
+        self._ahead.extend(slots)
         self.filling -= len(slots)
         self.published += len(slots)
 
     def abandon(self, slots: Sequence[int]) -> None:
         """Give filled slots back; no write into them may be under way."""
-        for slot in slots:
-            self._fire(slot, SlotEvent.ABANDON)
-            del self._slot_of[self._keys[slot]]
-            self._free.append(slot)
+        self._fire(SlotEvent.ABANDON, slots)
+        self._give_back(slots)
         self.filling -= len(slots)
 
     def drop(self, slots: Sequence[int]) -> list[bytes]:
         """Forget published slots whose bytes are wrong; return their keys. Other slots are left out."""
-        keys = []
-        for slot in dict.fromkeys(slots):
-            if self._states[slot] is SlotState.PUBLISHED:
-                keys.append(self._unlink(slot))
-                self._fire(slot, SlotEvent.DROP)
-                if not self._readers[slot]:
-                    self._fire(slot, SlotEvent.IDLE)
-                    self._free.append(slot)
-        return keys
+        wrong = self.published_of(slots)
+        self._fire(SlotEvent.DROP, wrong)
+        for slot in wrong:
+            (self._ahead if slot in self._ahead else self._passed).remove(slot)
+            self._wrap()
+            del self._slot_of[self._keys[slot]]
+            if not self._readers[slot]:
+                self._fire(SlotEvent.IDLE, [slot])
+                self._free.append(slot)
+        self.published -= len(wrong)
+        return [self._keys[slot] for slot in wrong]
 
     def idle(self) -> bool:
         """Return True if no slot is being filled or read."""
@@ -211,46 +196,45 @@ class Slots:
         require_intact(min(self._readers) >= 0 and read <= allowed, f"readers of slots {read - allowed}")
         require_intact(read >= {*by_state[SlotState.DROPPED]}, "a dropped slot without readers")
 
-    def _evict(self, visits: int, evicted: list[bytes]) -> int:
-        """Free one published slot without readers, within ``visits``; return the visits left."""
-        while visits and self._oldest != _NONE:
-            visits -= 1
-            slot = self._hand if self._hand != _NONE else self._oldest
-            self._hand = self._newer[slot]
-            if self._readers[slot]:
-                continue
-            if self._visited[slot]:
-                self._visited[slot] = 0
-                continue
-            evicted.append(self._unlink(slot))
-            self._fire(slot, SlotEvent.EVICT)
-            self._free.append(slot)
-            break
-        return visits
+    def _evict(self, count: int) -> list[bytes]:
+        """Free at most ``count`` published slots without readers; return their keys."""
+        gone: list[int] = []
+        in_row = 0  # visits of slots with readers
+        for _ in range(MAX_VISITS):
+            if len(gone) >= count or in_row == self.published - len(gone):
+                break
+            slot = self._ahead.popleft()
+            in_row = in_row + 1 if self._readers[slot] else 0
+            if in_row or self._visited[slot]:
+                self._visited[slot] &= in_row > 0
+                self._passed.append(slot)
+            else:
+                gone.append(slot)
+            self._wrap()
+        self._fire(SlotEvent.EVICT, gone)
+        self.published -= len(gone)
+        return self._give_back(gone)
 
-    def _unlink(self, slot: int) -> bytes:
-        """Take a published slot out of the index and the order; return its key."""
-        older, newer = self._older[slot], self._newer[slot]
-        if older != _NONE:
-            self._newer[older] = newer
-        else:
-            self._oldest = newer
-        if newer != _NONE:
-            self._older[newer] = older
-        else:
-            self._newest = older
-        if self._hand == slot:
-            self._hand = newer
-        self.published -= 1
-        key = self._keys[slot]
-        del self._slot_of[key]
-        return key
+    def _wrap(self) -> None:
+        """Begin again with the oldest, once the hand has passed the newest."""
+        if not self._ahead:
+            self._passed, self._ahead = self._ahead, self._passed
 
-    def _fire(self, slot: int, event: SlotEvent) -> None:
-        state = self._states[slot]
-        after = TRANSITIONS.get((state, event))
-        if after is None:
-            recent = [each.value for number, each in self._history if number == slot]
-            raise StateError(f"slot {slot}: {event.value} is illegal while {state.value}; recent events: {recent}")
-        self._states[slot] = after
-        self._history.append((slot, event))
+    def _give_back(self, slots: Sequence[int]) -> list[bytes]:
+        """Let slots be filled again; return the keys that they had."""
+        keys = [self._keys[slot] for slot in slots]
+        for key in keys:
+            del self._slot_of[key]
+        self._free += slots
+        return keys
+
+    def _fire(self, event: SlotEvent, slots: Sequence[int]) -> None:
+        before, after = TRANSITIONS[event]
+        for slot in slots:
+            if self._states[slot] is not before:
+                recent = [each.value for each, among in self._history if slot in among]
+                state = self._states[slot].value
+                raise StateError(f"slot {slot}: {event.value} is illegal while {state}; recent events: {recent}")
+        for slot in slots:
+            self._states[slot] = after
+        self._history.append((event, slots))
