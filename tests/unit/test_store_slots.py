@@ -98,7 +98,8 @@ class SlotsMachine(RuleBasedStateMachine):
         found = self.found()
         self.sieve.visited |= {key for key in keys if key in found}
         wanted = [at for at, key in enumerate(keys) if key not in known and key not in keys[:at]]
-        room, evicted = SLOTS - len(self.held), []
+        room = SLOTS - len(self.held)
+        evicted: list[bytes] = []
         while room + len(evicted) < len(wanted):
             gone = self.sieve.evict({key for key, slot in found.items() if slot in self.read_slots()})
             if gone is None:
