@@ -6,9 +6,9 @@ A store, an owner of grants and this client are three processes. A key's block h
 size have as many bytes, as in `make bench`. In each turn the client computes new blocks and saves them, loads them into
 other blocks, and copies as many bytes between two caches of its own with memcpy, by as many threads. Every byte of
 every load is compared; before it, the destination is poisoned. Each turn has new keys; the store evicts older ones.
-Then lookups of 64 keys, which find all of them, and claims of grants take turns. All of it is done with digests, as
-ever, and once without any: neither the store nor a load takes one. Prints medians, and the ratios with the floors of
-the project; ends with 1 below one of them.
+Then lookups of at most 64 keys, which find all of them, and claims of grants take turns. All of it is done with
+digests, as ever, and once without any: neither the store nor a load takes one. Prints medians, and the ratios with the
+floors of the project; ends with 1 below one of them.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class SlotsMachine(RuleBasedStateMachine):
         room = SLOTS - len(self.held)
         evicted: list[bytes] = []
         while room + len(evicted) < len(wanted):
-            gone = self.sieve.evict({key for key, slot in found.items() if slot in self.read_slots()})
+            gone = self.sieve.evict({key for key, slot in found.items() if slot in self.read_slots() or key in keys})
             if gone is None:
                 break
             evicted.append(gone)
@@ -191,3 +191,14 @@ def test_the_hand_visits_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPat
     assert slots.fill([b"new"]) == ([], [], [])
     assert slots.fill([b"new"]).evicted == keys[4:5], "the next call goes on where the last one ended"
     slots.check_integrity()
+
+
+def test_neighbours_are_neighbours_again_when_a_full_store_takes_them() -> None:
+    """Their blocks are moved in one piece."""
+    slots = Slots(8)
+    taken = []
+    for first in range(0, 24, 4):
+        filling = slots.fill([bytes([n]) for n in range(first, first + 4)])
+        slots.publish(filling.slots, np.zeros((4, 2), np.uint64))
+        taken.append(filling.slots)
+    assert taken == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3

@@ -127,7 +127,7 @@ class Events(Body, frozen=True):
 B = TypeVar("B", bound=Body)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_KINDS: Final = (BlockShape, Lookup, Found, Save, Saved, Suspect, EventsAfter, Events)
+_KINDS: Final = (Lookup, Found, Save, Saved, Suspect, EventsAfter, Events)
 _decoders: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS
 }

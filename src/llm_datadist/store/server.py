@@ -11,9 +11,9 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, islice
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _SEALED: Final = ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress")
 _PAGE_SHIFT: Final = 16
 _THREADS: Final = 8
+_NAME: Final = "llm-datadist-store-save"
 _MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_BUSY
 _MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
 _MAX_EVENTS: Final = 1 << 18  # kept: keys of events, and events
@@ -68,13 +69,14 @@ class _Space:
 
     def sweep(self) -> None:
         """End the loads whose grants have ended: ``active`` is False only once the guard has advanced."""
-        loads, self.loads = self.loads, []
-        for grant, slots in loads:
+        left = []
+        for grant, slots in self.loads:
             if grant.active:
-                self.loads.append((grant, slots))
+                left.append((grant, slots))
             else:
                 self.slots.end_read(slots)
-        self.sweep_at = 2 * len(self.loads) + _SWEEP_EVERY
+        self.loads = left
+        self.sweep_at = 2 * len(left) + _SWEEP_EVERY
 
 
 class StoreServer:
@@ -165,14 +167,14 @@ class StoreServer:
     def _on_lookup(self, question: PeerQuestion) -> bytes:
         asked = decode(messages.Lookup, question.body, f"cluster {question.cluster_id}")
         with self._lock:
-            space = self._spaces.get(asked.namespace)
-            slots = [] if space is None else space.slots.run(asked.keys)
-            if space is not None:
-                space.used = next(self._uses)
-                space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
-            if space is not None and len(space.loads) >= space.sweep_at:
+            if (space := self._spaces.get(asked.namespace)) is None:
+                return messages.NOTHING.encode()
+            slots = space.slots.run(asked.keys)
+            space.used = next(self._uses)
+            space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
+            if len(space.loads) >= space.sweep_at:
                 space.sweep()
-            if space is None or not slots or len(space.loads) >= _MAX_LOADS:
+            if not slots or len(space.loads) >= _MAX_LOADS:
                 return messages.NOTHING.encode()
             digests = space.slots.digests(slots)
             space.slots.begin_read(slots)
@@ -249,6 +251,7 @@ class StoreServer:
                 if (space := self._spaces.get(name)) is None:
                     space = self._make(name, shape)
                     with self._lock:
+                        space.used = next(self._uses)
                         self._spaces[name] = space
         if space.shape != shape:
             raise CacheMismatch(f"namespace {name[:4].hex()} has {space.shape}; the saved cache has {shape}")
@@ -301,10 +304,11 @@ class StoreServer:
             if (space := self._spaces.get(asked.namespace)) is None:
                 return b""
             slots = space.slots.published_of(asked.slots)
+            digests = space.slots.digests(slots)
             space.slots.begin_read(slots)
         wrong: list[int] = []
         try:
-            differ = self._manager.digest_blocks(space.cache, slots, space.nonce) != space.slots.digests(slots)
+            differ = self._manager.digest_blocks(space.cache, slots, space.nonce) != digests
             wrong = np.array(slots, np.int64)[differ.any(axis=1)].tolist()
         finally:
             with self._lock:
@@ -383,8 +387,12 @@ class _Savers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[Client, deque[Callable[[], None]]] = {}  # with the running one's client, until it has none
-        self._threads = ThreadPoolExecutor(_THREADS, "llm-datadist-store-save")
+        self._ready: SimpleQueue[Client | None] = SimpleQueue()
         self._closed = False
+        # No executor: that a thread cannot be started shows here, and a store that is not closed ends with its process.
+        self._threads = [threading.Thread(target=self._run, name=f"{_NAME}_{n}", daemon=True) for n in range(_THREADS)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, question: PeerQuestion, job: Job) -> None:
         """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""
@@ -395,7 +403,7 @@ class _Savers:
             jobs = self._jobs.get(client)
             if jobs is None:
                 self._jobs[client] = jobs = deque()
-                self._threads.submit(self._run, client)
+                self._ready.put(client)
             if len(jobs) >= _MAX_WAITING:
                 text = f"{_MAX_WAITING} saves of this client wait already"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
@@ -411,20 +419,23 @@ class _Savers:
             self._closed = True
             for jobs in self._jobs.values():
                 jobs.clear()
-        self._threads.shutdown(cancel_futures=True)
+        for _ in self._threads:
+            self._ready.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self, client: Client) -> None:
-        """Do the client's next job, then let the others' go first."""
-        with self._lock:
-            jobs = self._jobs[client]
-            job = jobs.popleft() if jobs else None
-        if job is not None:
-            job()
-        with self._lock:
-            if jobs:
-                self._threads.submit(self._run, client)
-            else:
-                del self._jobs[client]
+    def _run(self) -> None:
+        while (client := self._ready.get()) is not None:
+            with self._lock:
+                jobs = self._jobs[client]
+                if not jobs:
+                    del self._jobs[client]
+                    continue
+                job = jobs.popleft()
+            try:
+                job()
+            finally:
+                self._ready.put(client)  # after those of others
 
 
 def _options(memory: int, listen: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Slots of one namespace: their states, readers and keys, and SIEVE eviction. No I/O, no locks; see docs/store.md.
 
 A slot holds one key's block of all tensors. SIEVE keeps slots in the order of publication. Its hand moves from the
-oldest to the newest, spares each slot that was found since its last visit, and evicts the others.
+oldest to the newest, spares slots with readers and those found since its last visit, and evicts the others.
 """
 
 from __future__ import annotations
@@ -132,13 +132,15 @@ class Slots:
     def fill(self, keys: Sequence[bytes]) -> Filling:
         """Take slots for keys that have none, in order, evicting others; without room the last keys get none."""
         wanted: dict[bytes, int] = {}  # position of each
+        known: set[int] = set()
         for position, key in enumerate(keys):
-            known = self._slot_of.get(key)
-            if known is None:
+            slot = self._slot_of.get(key)
+            if slot is None:
                 wanted.setdefault(key, position)
             else:
-                self._visited[known] = 1
-        evicted = self._evict(len(wanted) - len(self._free))
+                self._visited[slot] = 1
+                known.add(slot)
+        evicted = self._evict(len(wanted) - len(self._free), known)
         slots = [self._free.pop() for _ in range(min(len(wanted), len(self._free)))]
         self._fire(SlotEvent.FILL, slots)
         for key, slot in zip(wanted, slots, strict=False):
@@ -166,9 +168,11 @@ class Slots:
         """Forget published slots whose bytes are wrong; return their keys. Other slots are left out."""
         wrong = self.published_of(slots)
         self._fire(SlotEvent.DROP, wrong)
-        for slot in wrong:
-            (self._ahead if slot in self._ahead else self._passed).remove(slot)
+        if wrong:
+            gone = set(wrong)
+            self._passed, self._ahead = (deque(s for s in q if s not in gone) for q in (self._passed, self._ahead))
             self._wrap()
+        for slot in wrong:
             del self._slot_of[self._keys[slot]]
             if not self._readers[slot]:
                 self._fire(SlotEvent.IDLE, [slot])
@@ -196,15 +200,15 @@ class Slots:
         require_intact(min(self._readers) >= 0 and read <= allowed, f"readers of slots {read - allowed}")
         require_intact(read >= {*by_state[SlotState.DROPPED]}, "a dropped slot without readers")
 
-    def _evict(self, count: int) -> list[bytes]:
-        """Free at most ``count`` published slots without readers; return their keys."""
+    def _evict(self, count: int, kept: set[int]) -> list[bytes]:
+        """Free at most ``count`` published slots without readers, but not those to be kept; return their keys."""
         gone: list[int] = []
-        in_row = 0  # visits of slots with readers
+        in_row = 0  # visits of slots with readers, or kept
         for _ in range(MAX_VISITS):
             if len(gone) >= count or in_row == self.published - len(gone):
                 break
             slot = self._ahead.popleft()
-            in_row = in_row + 1 if self._readers[slot] else 0
+            in_row = in_row + 1 if self._readers[slot] or slot in kept else 0
             if in_row or self._visited[slot]:
                 self._visited[slot] &= in_row > 0
                 self._passed.append(slot)
@@ -225,7 +229,7 @@ class Slots:
         keys = [self._keys[slot] for slot in slots]
         for key in keys:
             del self._slot_of[key]
-        self._free += slots
+        self._free += reversed(slots)  # they are taken from the end: neighbours stay neighbours
         return keys
 
     def _fire(self, event: SlotEvent, slots: Sequence[int]) -> None:
@@ -237,4 +241,5 @@ class Slots:
                 raise StateError(f"slot {slot}: {event.value} is illegal while {state}; recent events: {recent}")
         for slot in slots:
             self._states[slot] = after
-        self._history.append((event, slots))
+        if slots:
+            self._history.append((event, slots))
