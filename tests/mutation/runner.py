@@ -46,7 +46,7 @@ class Baseline:
 
 
 class Copy:
-    """A copy of the tracked and new files of the tree and of the compiled module. One thread at a time."""
+    """A copy of the tracked and new files of the tree and of the compiled modules. One thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,8 @@ class Copy:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        shutil.copy2(_COMPILED, folder / PACKAGE / "_native")
+        for module in _COMPILED.parent.glob("*.so"):
+            shutil.copy2(module, folder / PACKAGE / "_native")
         (folder / "src/sitecustomize.py").write_text(_SITE)
         self._stale = False  # the compiled module is not that of the headers
 
