@@ -31,7 +31,7 @@ help:
 	@echo "make test-compat  this build beside others: a link between both, and a rolling upgrade; in .venv-full and build/compat"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
-	@echo "make example-store  two vLLM servers and a prefix store that outlives them: time to first token beside cold"
+	@echo "make example-store  two vLLM servers and a prefix store that outlives them: time to first token beside cold (EXAMPLE='--files')"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/ (WHEELS_FOR=x86_64: one)"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
 	@echo "make clean  remove what the other words made"
@@ -197,7 +197,7 @@ example-vllm: $(VLLM_VENV)/.installed
 
 # Servers and store are killed and started again.
 example-store: $(VLLM_VENV)/.installed
-	@$(VLLM_BIN)/python examples/vllm/prefix_store.py $(STORE)
+	@$(VLLM_BIN)/python examples/vllm/prefix_store.py $(EXAMPLE)
 
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)
