@@ -94,3 +94,10 @@ def test_each_folder_of_tests_without_a_make_target_of_its_own_is_in_a_job_of_th
     named = set(re.findall(r"tests/(\w+)", jobs))
     assert {each.parent.name for each in tests.glob("*/test_*.py")} - own - named == set()
     assert {each.stem for each in tests.glob("test_*.py")} - named == set()
+
+
+def test_the_nightly_workflow_has_each_word_of_the_night_that_is_no_word_of_a_commit() -> None:
+    texts = [(ROOT / ".ci" / name).read_text() for name in ("run", "nightly")]
+    commit, night = (re.findall(r"^(?:\w+=\w+ )?word (.+?)(?:  #.*)?$", text, re.MULTILINE) for text in texts)
+    workflow = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    assert re.findall(r"^          - (.+)$", workflow, re.MULTILINE) == [word for word in night if word not in commit]
