@@ -67,6 +67,8 @@ def make_cache(world: World, key: BlocksCacheKey | None) -> None:
         words[:] = _POISON
 
 
+#: So many times as many steps without a wrong byte are no bad luck.
+_UNLUCKY: Final = 12
 #: Among the counts of what an end did: bytes.
 _WRONG: Final = "wrong bytes"
 
@@ -239,7 +241,8 @@ class Churn(Report):
 def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> Churn:
     """Run until all ends together have done so many steps.
 
-    Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes.
+    Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes, and takes more steps
+    until it has.
     """
     report = Churn(transport, asked)
     pool = 2 * _TENSORS * _ROWS * _BLOCK_WORDS * 8
@@ -249,7 +252,11 @@ def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> C
         first = (seed, owner.port, guarded)
         readers = {number: _born(processes, transport, number, *first) for number in _READERS}
         killed = time.monotonic()
-        while report.steps + sum(each.do(counts).total() for each in (owner, *readers.values())) < asked:
+        while True:
+            found = sum((each.do(counts) for each in (owner, *readers.values())), Counter[str]())
+            steps, wrong = report.steps + found.total(), report.wrong_bytes + found[_WRONG]
+            if steps >= (asked if guarded or wrong else _UNLUCKY * asked):
+                break
             time.sleep(0.05)
             if time.monotonic() - killed > _KILL_EVERY_S:
                 victim = _READERS[-1]
