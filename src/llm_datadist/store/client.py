@@ -313,7 +313,7 @@ class StoreClient:
 
     def _dial(self) -> None:
         """Link to the store whenever it is wanted. In a thread of its own."""
-        pause: float | None = None
+        pause: float | None = None  # seconds; None waits until it is wanted
         while True:
             self._wanted.clear()  # before the look: whoever sets it afterwards is heard
             if self._closed:

@@ -150,8 +150,9 @@ class Slots:
 
     def publish(self, slots: Sequence[int], digests: NDArray[np.uint64]) -> None:
         """Let filled slots be found."""
+        fitting = digests.reshape(len(slots), 2)  # one of each slot, or ValueError
         self._fire(SlotEvent.PUBLISH, slots)
-        self._digests[slots] = digests
+        self._digests[slots] = fitting
         for slot in slots:
             self._visited[slot] = 0
         self._ahead.extend(slots)
@@ -209,8 +210,10 @@ class Slots:
                 break
             slot = self._ahead.popleft()
             in_row = in_row + 1 if self._readers[slot] or slot in kept else 0
-            if in_row or self._visited[slot]:
-                self._visited[slot] &= in_row > 0
+            if in_row:
+                self._passed.append(slot)
+            elif self._visited[slot]:
+                self._visited[slot] = 0
                 self._passed.append(slot)
             else:
                 gone.append(slot)
@@ -239,7 +242,6 @@ class Slots:
                 recent = [each.value for each, among in self._history if slot in among]
                 state = self._states[slot].value
                 raise StateError(f"slot {slot}: {event.value} is illegal while {state}; recent events: {recent}")
-        for slot in slots:
             self._states[slot] = after
         if slots:
             self._history.append((event, slots))
