@@ -120,7 +120,7 @@ class SeenStoreConnector(LLMDataDistStoreConnector):
     def wait_for_save(self) -> None:
         order = self._get_connector_metadata().save
         if order is not None:
-            for key, block in zip(*order[1:], strict=True):
+            for key, block in zip(*order[1:3], strict=True):
                 self.digests.setdefault(key, set()).add(self.digest(block))
         super().wait_for_save()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from five_cases import prompts
+from llm_datadist.integrations.vllm.staging import PortableCopier, Ring
 from model import build
 from tests.vllm.latent import build_latent
 from tests.vllm.seen import ENVIRONMENT
@@ -250,6 +252,96 @@ def test_a_hundred_prompts_under_twenty_blocks_are_right_and_leave_nothing(
         assert sum(digest is None for digest in stored.values()) < len(stored) // 2
     figures = store.figures()
     assert figures["loads"] == figures["filling"] == 0
+
+
+# --- staged -----------------------------------------------------------------------------------------------------------
+
+STAGED: dict[str, Any] = {"staging": True, "staging_bytes": 2 * 2304 * 4 * 2 * 2 * 64 * 4}  # the fewest
+
+
+def _delay(patch: pytest.MonkeyPatch) -> None:
+    """Copy in another thread, a little later; fill slots with NaN when they are free again."""
+    source, copiers, free = random.Random(1), [], Ring.free
+
+    def later(name: str) -> None:
+        copy = getattr(PortableCopier, name)
+
+        def begin(self: PortableCopier, *args: list[int]) -> None:
+            copiers[:] = [self]
+            timer = threading.Timer(source.random() * 0.003, copy, (self, *args))
+            timer.start()
+            timer.join()
+
+        patch.setattr(PortableCopier, name, begin)
+
+    def poison(self: Ring, request: str) -> None:
+        for view in copiers[0].slots.values() if copiers else ():
+            for _, slots in self.held.get(request, ()):
+                view[slots] = float("nan")
+        free(self, request)
+
+    later("save")
+    later("load")
+    patch.setattr(Ring, "free", poison)
+
+
+def test_staged_kv_of_a_hundred_prompts_is_right_with_the_fewest_slots(
+    checkpoint: Path, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(checkpoint, None, 512) as engine:
+        expected = [tokens for tokens, _ in engine.answers(many(), new=40)]
+    with monkeypatch.context() as patch, Engine(checkpoint, store, 20, extra=STAGED) as engine:
+        _delay(patch)
+        SeenStoreConnector.digests.clear()
+        assert [tokens for tokens, _ in engine.answers(many(), new=40)] == expected
+        engine.forget()
+        again = engine.answers(many(), new=40)
+        assert [tokens for tokens, _ in again] == expected
+        assert sum(hit for _, hit in again) > 5_000
+        engine.forget()
+        with Other(store, 1) as other:
+            stored = {key: other.digest_of(key) for key in SeenStoreConnector.digests}
+        assert all(digest in SeenStoreConnector.digests[key] for key, digest in stored.items() if digest)
+        assert sum(digest is None for digest in stored.values()) < len(stored) // 2
+    figures = store.figures()
+    assert figures["loads"] == figures["filling"] == 0
+
+
+def test_staged_and_unstaged_engines_share_blocks_and_lost_copies_give_other_tokens(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ASKED[-2]
+    with Engine(checkpoint, store) as engine:
+        engine.answers([LONG])
+        engine.forget()
+    with Engine(checkpoint, store, extra=STAGED) as engine:
+        assert engine.answers([LONG]) == [(cold[len(LONG)], full(LONG))]
+        assert engine.answers([short]) == [(cold[len(short)], 0)]
+        engine.forget()
+        with monkeypatch.context() as patch:
+            patch.setattr(PortableCopier, "load", lambda self, _, blocks: _zero(self.device, blocks))
+            ((answer, hit),) = engine.answers([LONG])
+        assert hit == full(LONG)
+        assert answer != cold[len(LONG)], "an answer does not depend on what is copied"
+        engine.forget()
+    with Engine(checkpoint, store) as engine:
+        assert engine.answers([short]) == [(cold[len(short)], full(short))]
+
+
+def _zero(views: dict[str, torch.Tensor], blocks: list[int]) -> None:
+    for view in views.values():
+        view[blocks] = 0
+
+
+def test_a_load_that_fails_copies_nothing_to_staged_blocks(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore
+) -> None:
+    with Engine(checkpoint, store, extra=STAGED | {"timeout_ms": 1000}) as engine:
+        engine.answers([LONG])
+        engine.forget()
+        store.zero()
+        assert engine.answers([LONG])[0][0] == cold[len(LONG)]
+        engine.forget()
 
 
 def test_a_step_that_fails_saves_nothing(checkpoint: Path, store: RemoteStore) -> None:

@@ -58,7 +58,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy=fail: must be recompute"),
     ({"algorithm": "xxhash"}, "prefix_caching_hash_algo=xxhash: its seed is random"),
     ({"algorithm": "xxhash_cbor"}, "prefix_caching_hash_algo=xxhash_cbor: its seed is random"),
-    ({"extra": GOOD["extra"] | {"staging": True}}, "staging: not supported"),
 ]
 
 
@@ -157,13 +156,16 @@ class DoubleHit(list[int]):
         return bytes(self)
 
 
-def make_scheduler(monkeypatch: pytest.MonkeyPatch) -> StoreScheduler:
+def make_scheduler(monkeypatch: pytest.MonkeyPatch, **extra: Any) -> StoreScheduler:
+    """``extra``: options, as of a rank whose KV is staged."""
     monkeypatch.setattr(store_scheduler, "StoreClient", Double)
     init_none_hash(sha256_cbor)
-    config, cache = storable([spec_of()], **GOOD)
+    config, cache = storable([spec_of()], **GOOD | {"extra": GOOD["extra"] | extra})
+    config.kv_transfer_config.is_kv_producer = config.kv_transfer_config.is_kv_consumer = True
+    config.model_config.max_model_len = 5 * TOKENS
     config.cache_config.block_size, config.lora_config = TOKENS, None
     config.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
-    cache.num_blocks = BLOCKS
+    cache.num_blocks, cache.kv_cache_tensors = BLOCKS, [SimpleNamespace(size=BLOCKS)]
     made = StoreScheduler(config, cache)
     made.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=TOKENS)
     return made
@@ -222,7 +224,7 @@ def test_the_shortest_run_of_all_ranks_counts_and_longer_hits_are_released(sched
     assert scheduler.matched_tokens(request, TOKENS) == 2 * TOKENS  # vLLM has found a block itself
     allocate(scheduler, request, [5, 6, 7, 8, 9], 2 * TOKENS)
     orders = step(scheduler, {}, {})
-    assert orders.loads == {"a": ([b"\0\1\2", b"\0\1"], [6, 7])}
+    assert orders.loads == {"a": ([b"\0\1\2", b"\0\1"], [6, 7], [])}
     assert (first.held, second.held) == (1, 1), "workers load"
     tell(scheduler, received=("a",))
     assert (first.held, second.held) == (0, 0)
@@ -273,7 +275,7 @@ def test_a_request_whose_load_failed_is_computed_and_saved_anew(scheduler: Store
     tell(scheduler, received=("a",), failed=("a",))
     assert sum(each.held for each in clients(scheduler)) == 0
     assert scheduler.matched_tokens(request, 0) == 0
-    _, keys, blocks = step(scheduler, {"a": 18}, {"a": [9, 8, 7, 6, 5]}).save
+    _, keys, blocks, _ = step(scheduler, {"a": 18}, {"a": [9, 8, 7, 6, 5]}).save
     assert (keys, blocks) == (list(request.block_hashes), [9, 8, 7, 6])
 
 
@@ -293,10 +295,10 @@ def test_steps_save_the_blocks_that_they_complete_and_keep_them_until_all_ranks_
     keys, blocks = list(request.block_hashes), [3, 4, 5, 6, 7]
     assert step(scheduler, {"a": 3}, {"a": blocks}).save is None
     request.num_computed_tokens = 3
-    number, *saved = step(scheduler, {"a": 6}, {"a": blocks}).save
+    number, *saved, _ = step(scheduler, {"a": 6}, {"a": blocks}).save
     assert saved == [keys[:2], [3, 4]]
     request.num_computed_tokens = 9
-    other, *saved = step(scheduler, {"a": 9}, {"a": blocks}).save
+    other, *saved, _ = step(scheduler, {"a": 9}, {"a": blocks}).save
     assert saved == [keys[2:4], [5, 6]], "the fifth block is not full"
     scheduler.finished(request, ([],))
     kept = [each.ref_cnt for each in scheduler.pool.blocks[3:8]]
@@ -314,12 +316,53 @@ def test_at_most_a_quarter_of_the_blocks_is_saved_at_once_and_the_others_later(s
     request = asked("a", 14 * TOKENS + 1)
     scheduler.on_new_request(request)
     blocks = list(range(1, 16))
-    number, _, saved = step(scheduler, {"a": 57}, {"a": blocks}).save
+    number, _, saved, _ = step(scheduler, {"a": 57}, {"a": blocks}).save
     assert saved == blocks[:10]
     request.num_computed_tokens = 57
     assert step(scheduler, {"a": 1}, {"a": blocks}).save is None
     tell(scheduler, ended=Counter({number: 2}))
     assert step(scheduler, {"a": 1}, {"a": blocks}).save[2] == blocks[10:14]
+
+
+def test_staged_loads_wait_for_slots_and_staged_saves_for_the_ones_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One longest request has slots for its load, and as many blocks can be saved at once."""
+    scheduler = make_scheduler(monkeypatch, staging=True, staging_bytes=10)
+    tell(scheduler, namespaces={0: b"0"})
+    (client,) = clients(scheduler)
+    first, second = asked("a", 18), asked("b", 18)
+    client.keys = set(first.block_hashes)
+    for each in (first, second):
+        scheduler.on_new_request(each)
+    assert scheduler.matched_tokens(first, 0) == 4 * TOKENS
+    for _ in range(2):
+        assert scheduler.matched_tokens(second, 0) is None
+        assert client.held == 2, "what waits is not evicted"
+        assert step(scheduler, {}, {}).loads == {}
+    allocate(scheduler, first, [1, 2, 3, 4], 4 * TOKENS)
+    _, blocks, slots = step(scheduler, {}, {}).loads["a"]
+    assert (blocks, len({*slots}), {*slots} <= {5, 6, 7, 8, 9}) == ([1, 2, 3, 4], 4, True)
+    scheduler.finished(first, ([],))
+    assert scheduler.matched_tokens(second, 0) is None, "an aborted load has its slots until it is reported"
+    tell(scheduler, received=("a",))
+    step(scheduler, {}, {})
+    assert scheduler.matched_tokens(second, 0) == 4 * TOKENS
+    scheduler.finished(second, ([],))  # waits for blocks
+    assert client.held == 0
+    long = asked("c", 8 * TOKENS + 1)
+    scheduler.on_new_request(long)
+    blocks = list(range(1, 10))
+    number, _, saved, slots = step(scheduler, {"c": 33}, {"c": blocks}).save
+    assert (saved, {*slots}) == (blocks[:5], {0, 1, 2, 3, 4})
+    long.num_computed_tokens = 33
+    assert step(scheduler, {"c": 1}, {"c": blocks}).save is None
+    tell(scheduler, ended=Counter({number: 1}))
+    number, _, saved, slots = step(scheduler, {"c": 1}, {"c": blocks}).save
+    assert (saved, len({*slots})) == (blocks[5:8], 3)
+    tell(scheduler, ended=Counter({number: 1}))
+    scheduler.finished(long, ([],))
+    assert len(scheduler.loading.take("all", [(0, 5)])[0][1]) == 5
+    assert len(scheduler.saving.take("all", [(0, 5)])[0][1]) == 5
+    scheduler.stop()
 
 
 def test_until_the_ranks_have_told_their_namespaces_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +400,7 @@ def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
     """vLLM asks for it in its `finally`; test_store_engine.py has an engine that does."""
     begun: list[Any] = []
     saver = SimpleNamespace(submit=lambda _, *order: begun.append(order))
-    order = 1, [b"key"], [2]
+    order: Any = 1, [b"key"], [2], []
     worker: Any = SimpleNamespace(_unsaved=StoreOrders(save=order), _running=0, _save=None, _saver=saver)
     try:
         raise ArithmeticError
@@ -366,7 +409,7 @@ def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
     assert begun == []
     vars(worker)["_unsaved"] = StoreOrders(save=order)
     StoreWorker.save(worker)
-    assert begun == [order]
+    assert begun == [order[:3]]
 
 
 def saved_keys(scheduler: StoreScheduler, request: Request) -> list[bytes]:

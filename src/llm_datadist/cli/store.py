@@ -63,18 +63,14 @@ def store(
                 shown["metrics"] = serve(server, metrics)
             share = size / namespaces / 2**20
             text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
-            print(_line(shown) if as_json else text, flush=True)
+            print(msgspec.json.encode(shown).decode() if as_json else text, flush=True)
             while not ended:  # not sigwait: until it begins, threads of NumPy could take the signal
                 time.sleep(_TURN_SECONDS)
             if as_json:
-                print(_line({"statistics": server.statistics()}), flush=True)
+                print(msgspec.json.encode({"statistics": server.statistics()}).decode(), flush=True)
     except (OSError, LLMException) as error:
         print(f"llm-datadist store: {error}", file=sys.stderr)
         raise typer.Exit(_FAILED) from None
-
-
-def _line(value: dict[str, Any]) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _bytes(text: str) -> int:

@@ -85,7 +85,7 @@ class StoreOptions:
         check_type("verify", self.verify, bool)
 
 
-@public_calls_hold_signals(lookup="_undo_lookup")
+@public_calls_hold_signals(lookup="release")
 class StoreClient:
     """Lookups, loads and saves of one namespace of a store.
 
@@ -153,10 +153,6 @@ class StoreClient:
             self._note(error)
             return Hit(self._namespace)
         return hit
-
-    def _undo_lookup(self, hit: Hit) -> None:
-        """Undo a lookup whose caller never gets the hit."""
-        self.release(hit)
 
     def load(self, hit: Hit, cache: Cache, blocks: BlockNumbers, *, release: bool = True) -> None:
         """Load the blocks of a hit: key i of the hit into ``blocks[i]`` of ``cache``.

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Self
+from typing import Any, Self
 
-import msgspec
 import numpy as np
 
 from llm_datadist._checks import check_type
 from llm_datadist.errors import ParamError
-from llm_datadist.store.messages import NOTHING, Found, Namespace
+from llm_datadist.store.messages import NOTHING, Found, HitCopy, decode
 from llm_datadist.types.grant import Grant
-
-_HIT_VERSION: Final = 1
-
-
-class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    namespace: Namespace
-    found: Found
-
-
-_decode: Final = msgspec.msgpack.Decoder(_Wire).decode
-_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class Hit:
@@ -60,7 +48,7 @@ class Hit:
 
     def to_bytes(self) -> bytes:
         """Return the hit as bytes, for another process that is linked to the same store."""
-        return bytes([_HIT_VERSION]) + _encode(_Wire(self.namespace, self._found))
+        return HitCopy(self.namespace, self._found).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -68,16 +56,11 @@ class Hit:
 
         Raises:
             TypeError: ``data`` is not bytes.
-            ParamError: ``data`` has no hit, or one of another version of the format.
+            ParamError: ``data`` is no hit.
+            CacheMismatch: A hit of another format.
         """
-        check_type("data", data, bytes)
-        if not data or data[0] != _HIT_VERSION:
-            raise ParamError(f"data: a hit of version {data[0] if data else 'none'}; this release reads {_HIT_VERSION}")
-        try:
-            wire = _decode(memoryview(data)[1:])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ParamError(f"data: {len(data)} bytes that are not a hit: {error}") from error
-        return cls(wire.namespace, wire.found)
+        copy = decode(HitCopy, check_type("data", data, bytes), "data")
+        return cls(copy.namespace, copy.found)
 
     def take(self) -> bool:
         """Return True once, for the instance that has to release the hit."""

@@ -72,6 +72,13 @@ class Found(Body, frozen=True):
 NOTHING: Final = Found(b"", b"", b"", b"", None)
 
 
+class HitCopy(Body, frozen=True, forbid_unknown_fields=True):
+    """Answer to :class:`Lookup` on its way to another process."""
+
+    namespace: Namespace
+    found: Found
+
+
 class Save(Body, frozen=True):
     """Question to pull blocks under a grant of the asker, one block a key."""
 
@@ -127,7 +134,7 @@ class Events(Body, frozen=True):
 B = TypeVar("B", bound=Body)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_KINDS: Final = (Lookup, Found, Save, Saved, Suspect, EventsAfter, Events)
+_KINDS: Final = (Lookup, Found, HitCopy, Save, Saved, Suspect, EventsAfter, Events)
 _decoders: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS
 }
@@ -137,9 +144,9 @@ def decode(kind: type[B], body: bytes, who: str) -> B:
     """Return the body. Raises CacheMismatch for another format, ParamError for what is no such body."""
     if not body or body[0] != FORMAT:
         version = body[0] if body else "none"
-        raise CacheMismatch(f"{who} speaks format {version} of the store, this release format {FORMAT}")
+        raise CacheMismatch(f"{who}: format {version} of the store, this release has format {FORMAT}")
     try:
         found: B = _decoders[kind].decode(memoryview(body)[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ParamError(f"{who} sent what is no {kind.__name__}: {error}") from error
+        raise ParamError(f"{who}: no {kind.__name__}: {error}") from error
     return found

@@ -17,22 +17,9 @@ if TYPE_CHECKING:
 
     from llm_datadist.store.server import StoreServer
 
-#: Fields of a namespace, and their metrics' names.
-_GAUGES: Final = {
-    "slots": "slots",
-    "published": "published_slots",
-    "filling": "filling_slots",
-    "loads": "loads",
-    "block_bytes": "block_bytes",
-}
-_COUNTERS: Final = {
-    "lookups": "lookups",
-    "asked": "asked_keys",
-    "found": "found_keys",
-    "stored": "stored_keys",
-    "removed": "removed_keys",
-    "failed": "failed_pulls",
-}
+#: Fields of a namespace, each with the rest of its metric's name.
+_GAUGES: Final = {"slots": "", "published": "_slots", "filling": "_slots", "loads": "", "block_bytes": ""}
+_COUNTERS: Final = dict.fromkeys(("asked", "found", "stored", "removed"), "_keys") | {"lookups": "", "failed": "_pulls"}
 _PREFIX: Final = "llm_datadist_store_"
 
 
@@ -46,8 +33,8 @@ class StoreCollector(Collector):
         """Yield the present metric families."""
         now = self._server.statistics()
         for kind, fields in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for field, name in fields.items():
-                family = kind(_PREFIX + name, f"{field} of NamespaceStatistics.", labels=["namespace"])
+            for field, rest in fields.items():
+                family = kind(_PREFIX + field + rest, f"{field} of NamespaceStatistics.", labels=["namespace"])
                 for space in now.namespaces:
                     family.add_metric([space.namespace[:8]], getattr(space, field))
                 yield family

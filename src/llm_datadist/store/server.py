@@ -123,13 +123,14 @@ class StoreServer:
         self._kept = 0  # keys of them, and their number
         self._number = 0
         self._cleared = 0
-        self._datadist = LLMDataDist(LLMRole.MIX, cluster_id)
-        self._datadist.init(_options(size, listen) | given)
+        #: The store's LLMDataDist, for its statistics.
+        self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
+        self.datadist.init(_options(size, listen) | given)
         try:
-            self._manager = self._datadist.cache_manager
+            self._manager = self.datadist.cache_manager
             self._savers = _Savers()
         except BaseException:
-            self._datadist.finalize()
+            self.datadist.finalize()
             raise
         for name, handler in (
             (messages.LOOKUP, self._on_lookup),
@@ -137,24 +138,19 @@ class StoreServer:
             (messages.SUSPECT, self._on_suspect),
             (messages.EVENTS, self._on_events),
         ):
-            self._datadist.answer_questions(name, handler)
+            self.datadist.answer_questions(name, handler)
 
     @property
     def port(self) -> int:
         """The port that clients dial."""
-        port = self._datadist.listen_port
+        port = self.datadist.listen_port
         assert port is not None, "a store listens"
         return port
-
-    @property
-    def datadist(self) -> LLMDataDist:
-        """The store's LLMDataDist, for its statistics."""
-        return self._datadist
 
     def close(self) -> None:
         """End all links and give the memory back. Idempotent."""
         self._savers.close()
-        self._datadist.finalize()
+        self.datadist.finalize()
 
     def __enter__(self) -> Self:
         return self
@@ -364,7 +360,7 @@ class StoreServer:
         with self._lock:
             for space in self._spaces.values():
                 space.slots.check_integrity()
-        self._datadist.check_integrity()
+        self.datadist.check_integrity()
 
 
 def _figures(space: _Space) -> NamespaceStatistics:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     """Passes vLLM's calls to its half in the scheduler, or in the worker."""
 
+    supports_sleep_mode = False  # vLLM 0.32 does not ask
     _scheduler: Any = None
     _worker: Any = None
 
@@ -84,6 +85,9 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        self._worker.use_copies(copy_operation)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
 
@@ -111,7 +115,6 @@ class LLMDataDistConnector(HalvedConnector):
     """
 
     _cache_hit_source = CacheHitSource.P2P
-    supports_sleep_mode = False  # vLLM 0.32 does not ask
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -133,9 +136,6 @@ class LLMDataDistConnector(HalvedConnector):
         return self._kv_cache_config.transfer_group_ids
 
     # --- in a worker --------------------------------------------------------------------------------------------------
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._worker.use_copies(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.endpoint() if get_kv_transfer_group() is self else None

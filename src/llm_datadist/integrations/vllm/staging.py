@@ -9,6 +9,9 @@ out slots (:class:`Ring`); its orders name slots and blocks, the same on all ran
 | copies | after each step; then its last is granted | once pulled; then it is reported |
 | frees its slots | once its grants ended on all ranks; at its end if not offered | with the report |
 
+With a store (`store_scheduler.py`) a save has slots of the first column, until all ranks have ended it, and a load of
+the second.
+
 A request gets all its slots or none, and none after it has got blocks: until then it waits in vLLM's queue. So whoever
 has slots waits for blocks only, and no two requests wait for each other. Preempted requests wait for both again.
 

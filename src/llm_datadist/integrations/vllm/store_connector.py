@@ -32,7 +32,6 @@ class LLMDataDistStoreConnector(HalvedConnector):
     """
 
     _cache_hit_source = CacheHitSource.HOST
-    supports_sleep_mode = False  # vLLM 0.32 does not ask
     requires_kv_delivery = False  # what is not saved is computed
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -64,7 +63,6 @@ def _require_storable(config: VllmConfig, cache: KVCacheConfig, role: KVConnecto
         (transfer.kv_role != "kv_both", f"kv_role={transfer.kv_role}: must be kv_both"),
         (worker and policy != "recompute", f"kv_load_failure_policy={policy}: must be recompute"),
         (algorithm not in _HASHES, f"prefix_caching_hash_algo={algorithm}: {_WEAK}; use sha256_cbor"),
-        (bool(option("staging", None)), "staging: not supported, KV must lie in host memory"),
         (config.speculative_config is not None, "speculative decoding is not supported"),
         (windows_of(cache) != [None], "layers: only one group of full attention or MLA is supported"),
     ):

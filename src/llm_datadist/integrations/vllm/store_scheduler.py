@@ -2,15 +2,15 @@
 
 | request | effect |
 |---|---|
-| asks for tokens | its keys are looked up for each rank, the shortest run counts; the hits are held |
+| asks for tokens | its keys are looked up for each rank, the shortest run counts; the hits are held; slots if staged |
 | gets blocks | workers load the hits into them |
-| is loaded on all ranks, or ends without blocks | the hits are released |
+| is loaded on all ranks, or ends without blocks | the hits are released, and its slots |
 | could not be loaded | it is computed, and not looked up again |
 | has more full blocks after this step | workers save them |
 
 A block that is saved has a reference of our own until all ranks have reported the end. So vLLM gives it to no other
-request before, whether its own ends, is aborted or preempted. At most a quarter of the blocks are saved at once; the
-others wait for a later step of their request.
+request before, whether its own ends, is aborted or preempted. At most a quarter of the blocks are saved at once, or as
+many as there are slots if KV is staged (`staging.py`); the others wait for a later step of their request.
 
 A key is vLLM's hash of all tokens up to the block's end, its salt and images; of an adapter the hash has only name and
 path, so a digest of the adapter's files is added.
@@ -35,6 +35,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import start_instance
+from llm_datadist.integrations.vllm.staging import Ring, staged_slots
 from llm_datadist.store import StoreClient, StoreOptions
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ def client_of(config: VllmConfig, datadist: LLMDataDist, space: bytes) -> StoreC
 class StoreOrders(KVConnectorMetadata):
     """The scheduler's orders for one step."""
 
-    loads: dict[str, tuple[list[bytes], list[int]]] = field(default_factory=dict)  # by request: ranks' hits, blocks
-    save: tuple[int, list[bytes], list[int]] | None = None  # its number, keys, and their blocks
+    # by request: ranks' hits, blocks, and slots if these are staged
+    loads: dict[str, tuple[list[bytes], list[int], list[int]]] = field(default_factory=dict)
+    save: tuple[int, list[bytes], list[int], list[int]] | None = None  # its number, keys, their blocks, and slots
 
 
 @dataclass
@@ -117,7 +119,11 @@ class StoreScheduler:
         self._loading: dict[str, list[Hit]] = {}  # by request, until all ranks have reported
         self._saves: dict[int, _Save] = {}  # by number
         self._numbers = count()
-        self._most = max(1, kv_cache_config.num_blocks // 4)  # blocks that are saved at once
+        saving, loading, _ = staged_slots(vllm_config, kv_cache_config, [None])
+        self._staged = loading.stop > 0
+        self.saving, self.loading = Ring(saving), Ring(loading)
+        most = max(1, kv_cache_config.num_blocks // 4)  # blocks that are saved at once
+        self._most = min(most, len(saving)) if self._staged else most
         self.pool: BlockPool  # vLLM's
         self._orders = StoreOrders()
         self._events: list[BlockStored] = []
@@ -147,7 +153,7 @@ class StoreScheduler:
     # --- loads --------------------------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens of the store follow the computed ones; None until the namespaces are known."""
+        """Return how many tokens of the store follow the computed ones; None to wait for namespaces or slots."""
         asked = self._requests.get(request.request_id)
         if asked is None or not asked.may_load:
             return 0
@@ -155,10 +161,15 @@ class StoreScheduler:
             return None
         first = num_computed // self._block_tokens
         if not asked.hits or asked.first != first:
-            self._release(asked.hits)
+            self._drop(asked)
             end = (request.num_tokens - 1) // self._block_tokens  # vLLM computes the last token in any case
             asked.first, asked.hits = first, self._look_up(self._keys(asked, first, end))
-        return len(asked.hits[-1]) * self._block_tokens if asked.hits else 0
+        if not asked.hits:
+            return 0
+        blocks = len(asked.hits[-1])
+        if self._staged and not self.loading.take(request.request_id, [(first, first + blocks)]):
+            return None
+        return blocks * self._block_tokens
 
     def _look_up(self, keys: list[bytes]) -> list[Hit]:
         """Return a hit for each rank, none longer than the one before; none at all if a rank has no key."""
@@ -175,23 +186,30 @@ class StoreScheduler:
             client.release(hit)
         hits.clear()
 
+    def _drop(self, asked: _Asked) -> None:
+        """Release what is held for a request that does not load it."""
+        self._release(asked.hits)
+        if asked.request.request_id not in self._loading:
+            self.loading.free(asked.request.request_id)
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         asked = self._requests.get(request.request_id)
         if asked is None or not asked.hits:
             return
         if not num_external:  # another connector loads
-            self._release(asked.hits)
+            self._drop(asked)
             return
         hits, asked.hits = asked.hits, []
         asked.saved = asked.first + len(hits[-1])
         numbers = blocks.get_block_ids()[0][asked.first : asked.saved]
-        self._orders.loads[request.request_id] = [hit.to_bytes() for hit in hits], numbers
+        slots = [slot for _, each in self.loading.held.get(request.request_id, ()) for slot in each]
+        self._orders.loads[request.request_id] = [hit.to_bytes() for hit in hits], numbers, slots
         self._loading[request.request_id] = hits
 
     def finished(self, request: Request, _: Sequence[list[int]]) -> tuple[bool, None]:
         """Forget a request; a load that runs is reported later, and vLLM keeps its blocks until then."""
         if (asked := self._requests.pop(request.request_id, None)) is not None:
-            self._release(asked.hits)
+            self._drop(asked)
         return False, None
 
     # --- saves --------------------------------------------------------------------------------------------------------
@@ -216,12 +234,14 @@ class StoreScheduler:
                 asked.saved = end
                 if self._tells:
                     events.append(self._event(request, first, end))
+        self.loading.closed = False
         orders, self._orders = self._orders, StoreOrders()
         if wanted:
             number, held = next(self._numbers), [self.pool.blocks[each] for each in wanted.values()]
             self.pool.touch(held)
             self._saves[number] = _Save(held, events)
-            orders.save = number, list(wanted), list(wanted.values())
+            slots = self.saving.take(str(number), [(0, len(wanted))])[0][1] if self._staged else []
+            orders.save = number, list(wanted), list(wanted.values()), slots
         return orders
 
     def _event(self, request: Request, first: int, end: int) -> BlockStored:
@@ -255,6 +275,7 @@ class StoreScheduler:
         for request_id in output.finished_recving or ():
             if (hits := self._loading.pop(request_id, None)) is not None:
                 self._release(hits)
+                self.loading.free(request_id)
                 asked = self._requests.get(request_id)
                 if asked is not None and request_id in output.failed_recving:
                     asked.may_load, asked.saved = False, 0
@@ -265,6 +286,7 @@ class StoreScheduler:
         save.failed |= failed
         if save.ranks == len(self.clients):
             del self._saves[number]
+            self.saving.free(str(number))
             self.pool.free_blocks(reversed(save.blocks))
             if not save.failed:
                 self._events += save.events

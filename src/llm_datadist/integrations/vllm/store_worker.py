@@ -7,26 +7,19 @@ Errors: a load that fails is reported, and the request computed; a save that fai
 from __future__ import annotations
 
 import hashlib
-import secrets
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType
+from llm_datadist import BlocksCacheKey
 from llm_datadist.errors import LLMException
-from llm_datadist.integrations.vllm.identity import identity_of
-from llm_datadist.integrations.vllm.instance import start_instance
-from llm_datadist.integrations.vllm.kinds import describe
-from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
+from llm_datadist.integrations.vllm.rank import Rank
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
 
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.datadist.store")
 
-_IDLE_STEP_S: Final = 0.001
 _LOADERS: Final = 4
 
 
@@ -58,64 +50,51 @@ def namespace_of(config: VllmConfig, layout: Layout, rank: int) -> bytes:
     )
 
 
-class StoreWorker:
-    """The store connector's half in one worker. Threads: vLLM's, unless stated."""
+class StoreWorker(Rank):
+    """The store connector's half in one worker. Threads: vLLM's, unless stated.
+
+    What ends is a load, named by its request, or a save, by its number, each with True if it failed.
+    """
 
     _cache: Cache  # from `register` on
     client: StoreClient
-    _rank: int
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        option = vllm_config.kv_transfer_config.get_from_extra_config
-        self._config = vllm_config
-        self._cache_config = kv_cache_config
-        self._identity = identity_of(vllm_config)
-        sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
-        nbytes = max(sizes, default=0)  # vLLM's one allocation
-        self.cluster_id = secrets.randbits(63)
-        self.datadist = start_instance(vllm_config, self.cluster_id, None, nbytes)
-        #: Puts the cache into the pool; None without one.
-        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes else None
-        self._at_end = ExitStack()
+        super().__init__(vllm_config, kv_cache_config, None)
         self._loaders = ThreadPoolExecutor(_LOADERS, "lldd-vllm-load")
         self._saver = ThreadPoolExecutor(1, "lldd-vllm-save")
-        self._idle = False  # this step has no tokens
         self._running = 0  # loads and saves that are not reported
         self._unsaved: StoreOrders = StoreOrders()  # of this step, until :meth:`save`
-        #: By any thread: request of a load, or number of a save, and True if it failed.
-        self._ended: SimpleQueue[tuple[str | int, bool]] = SimpleQueue()
         self._failing = False  # the last save failed
-        self._told = StoreTold()  # to the scheduler, with the next results
+        self._told = StoreTold()
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        self._rank = get_tensor_model_parallel_rank()
-        layout, addresses = describe(views, self._config, self._cache_config, self._identity)
-        self._block_bytes = layout.rows * layout.row_bytes
-        desc = CacheDesc(len(addresses), [self._cache_config.num_blocks, self._block_bytes], DataType.DT_INT8)
-        key = BlocksCacheKey(self.cluster_id)
-        self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
-        space = namespace_of(self._config, layout, self._rank)
+        self._cache = self._register(views, BlocksCacheKey(self.cluster_id), whole=True)
+        space = namespace_of(self._config, self._layout, self._rank)
         self.client = client_of(self._config, self.datadist, space)
         self._at_end.callback(self.client.close)
         self._told.namespaces[self._rank] = space
-        said = "LLMDataDistStoreConnector: blocks of %d bytes in %d tensors, namespace %s"
-        logger.info(said, self._block_bytes, len(addresses), space.hex()[:8])
+        logger.info("LLMDataDistStoreConnector: %r, namespace %s", self._cache, space.hex()[:8])
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
     def obey(self, orders: StoreOrders, *, idle: bool) -> None:
         """Begin the scheduler's loads; never waits. ``idle``: the step has no tokens."""
         self._idle, self._unsaved = idle, orders
-        for request, (hits, blocks) in orders.loads.items():
+        for request, (hits, blocks, slots) in orders.loads.items():
             self._running += 1
-            self._loaders.submit(self._load, request, hits[self._rank], blocks)
+            self._loads[request] = slots, blocks
+            self._loaders.submit(self._load, request, hits[self._rank], slots or blocks)
 
     def save(self) -> None:
         """Begin the step's save; once for each step, when it has run. vLLM calls it although the step has failed."""
         orders, self._unsaved = self._unsaved, StoreOrders()
         if orders.save is not None and sys.exc_info()[0] is None:
+            number, keys, blocks, slots = orders.save
+            if slots:
+                self.copier.save(blocks, slots)
             self._running += 1
-            self._saver.submit(self._save, *orders.save)
+            self._saver.submit(self._save, number, keys, slots or blocks)
 
     # --- on a thread of a pool ----------------------------------------------------------------------------------------
 
@@ -149,25 +128,17 @@ class StoreWorker:
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose load ended since the last call; in a step without tokens, wait a moment for one."""
-        wait = self._idle and self._running > 0
         received, failed = set(), set()
-        with suppress(Empty):
-            while True:
-                what, has_failed = self._ended.get(wait, _IDLE_STEP_S)
-                wait = False
-                self._running -= 1
-                if isinstance(what, int):
-                    self._told.ended[what] += 1
-                    self._told.unsaved |= {what} if has_failed else set()
-                else:
-                    received.add(what)
-                    failed |= {what} if has_failed else set()
+        for what, has_failed in self._take_ended(wait=self._idle and self._running > 0):
+            self._running -= 1
+            if isinstance(what, int):
+                self._told.ended[what] += 1
+                self._told.unsaved |= {what} if has_failed else set()
+            else:
+                self._copy_loaded(what, failed=has_failed)
+                received.add(what)
+                failed |= {what} if has_failed else set()
         return KVConnectorTransferResults(set(), received, failed)
-
-    def take_told(self) -> StoreTold | None:
-        """Return what there is to tell since the last call."""
-        found, self._told = self._told, StoreTold()
-        return found if found != StoreTold() else None
 
     def stop(self) -> None:
         """End all loads and saves, then the LLMDataDist. Idempotent."""

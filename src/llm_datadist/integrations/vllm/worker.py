@@ -13,30 +13,23 @@ it is told so of offered requests only, which it has kept for that.
 
 from __future__ import annotations
 
-import secrets
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
-from llm_datadist.integrations.vllm.identity import identity_of
-from llm_datadist.integrations.vllm.instance import start_instance
-from llm_datadist.integrations.vllm.kinds import describe, windows_of
 from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
-from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
-from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
+from llm_datadist.integrations.vllm.rank import Rank
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
 from llm_datadist.views import tensor_views
@@ -46,19 +39,16 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Pieces, Share
     from llm_datadist.integrations.vllm.offers import KvOffer, Targets
-    from llm_datadist.integrations.vllm.staging import PortableCopier
     from llm_datadist.types.grant import Grant
 
 logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 _ENDS: Final = {RELEASED: "released_grants", EXPIRED: "expired_grants", READER_LOST: "lost_grants"}
-_IDLE_STEP_S: Final = 0.001
 _BUFFER_BYTES: Final = 1 << 24  # of a pull of rows that are divided here
 
 
@@ -69,64 +59,34 @@ class _Given:
     offered: bool = False  # its request has ended, and a reader may come
 
 
-class RankWorker:
+class RankWorker(Rank):
     """The connector's half in one worker. Threads: vLLM's, unless stated."""
 
-    _layout: Layout  # from `register` on
+    _cache: Cache  # from `register` on
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         option = transfer.get_from_extra_config
         self._lease_s = float(option("lease_s", 30))
         self._host = str(option("host", "127.0.0.1"))
-        self._config = vllm_config
-        self._cache_config = kv_cache_config
-        self._identity = identity_of(vllm_config)
         self._accept = option("accept_versions", [])
         if not isinstance(self._accept, list):
             raise ParamError(f"accept_versions: {self._accept!r}: not a list of vLLM's versions")
         self._producer = transfer.is_kv_producer
-        self.cluster_id = secrets.randbits(63)
-        _, slots, slot_bytes = staged_slots(vllm_config, kv_cache_config, windows_of(kv_cache_config))
-        self._slots = slots.stop
-        sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
-        nbytes = self._slots * slot_bytes or max(sizes, default=0)  # vLLM's one allocation
-        self.datadist = start_instance(vllm_config, self.cluster_id, self._host if self._producer else None, nbytes)
-        #: Puts the cache into the pool; None without one.
-        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes and not self._slots else None
+        super().__init__(vllm_config, kv_cache_config, self._host if self._producer else None)
         self.engines = Engines(self.datadist, self._host, int(option("link_timeout_ms", 5_000)))
         self._claims: dict[str, Future[ClaimedOffer]] = {}  # by request, until its fetch or drop
         self.given: dict[str, _Given] = {}  # by granted request
-        self._told = ClaimedRequests()  # to the scheduler, with the next results
+        self._told = ClaimedRequests()
         self._over: set[str] = set()  # offered requests without a grant
-        self._idle = False  # this step has no tokens
         self._unsaved = Orders()  # of this step, until :meth:`save`
-        self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its fetch, and their blocks
-        self._ended: SimpleQueue[tuple[str, dict[str, float]]] = SimpleQueue()  # by any thread: fetch and counters
         self.stats = Stats()
-        self._at_end = ExitStack()
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        self._rank = get_tensor_model_parallel_rank()
-        self._layout, addresses = describe(views, self._config, self._cache_config, self._identity)
-        if self._slots:
-            places = {names[0]: views[names[0]] for names in self._layout.places}
-            blocks = {name: view.unflatten(0, (self._cache_config.num_blocks, -1)) for name, view in places.items()}
-            slots = make_slots(self.datadist, self._slots, blocks)
-            addresses = [view.data_ptr() for view in slots.values()]
-            self._new_copier = partial(make_copier, blocks, slots)
-        rows = (self._slots or self._cache_config.num_blocks) * self._layout.rows
-        desc = CacheDesc(len(addresses), [rows, self._layout.row_bytes], DataType.DT_INT8)
-        key = BlocksCacheKey(self.cluster_id) if self._producer else None
-        self._cache: Cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+        self._cache = self._register(views, BlocksCacheKey(self.cluster_id) if self._producer else None)
         logger.info("LLMDataDistConnector: %r", self._cache)
         if (endpoint := self.endpoint()) is not None:
             self._told.endpoints[0, self._rank] = endpoint
-
-    def use_copies(self, operation: CopyBlocksOp) -> None:
-        """Take vLLM's operation that copies blocks, after :meth:`register`."""
-        if self._slots:
-            self.copier: PortableCopier = self._new_copier(operation, self._at_end)
 
     def endpoint(self) -> EndpointMetadata | None:
         """Return this rank's address, after :meth:`register`; None if it does not listen."""
@@ -274,18 +234,12 @@ class RankWorker:
                     self._told.requests.add(request)
                 self._renew(given)
         wait = self._idle and not sent
-        received: dict[str, dict[str, float]] = {}
-        with suppress(Empty):
-            while True:
-                request, counted = self._ended.get(wait and not received, _IDLE_STEP_S)
-                received[request] = counted
+        received: dict[str, dict[str, float]] = dict(self._take_ended(wait=wait))
         for name, number in chain.from_iterable(counted.items() for counted in received.values()):
             self.stats.add(name, number)
         failed = {request for request, counted in received.items() if "failed_fetches" in counted}
         for request in received:
-            slots, blocks = self._loads.pop(request, ([], []))
-            if slots and request not in failed:
-                self.copier.load(slots, blocks)
+            self._copy_loaded(request, failed=request in failed)
         if self._slots:  # vLLM has the blocks already
             self._told.ended.update(sent)
             sent = set()
@@ -293,11 +247,6 @@ class RankWorker:
 
     def _count_end(self, grant: Grant) -> None:
         self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
-
-    def take_told(self) -> ClaimedRequests | None:
-        """Return what there is to tell since the last call."""
-        found, self._told = self._told, ClaimedRequests()
-        return found if found != ClaimedRequests() else None
 
     def stop(self) -> None:
         """End all transfers, then the LLMDataDist. Idempotent."""

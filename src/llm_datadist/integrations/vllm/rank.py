@@ -1,0 +1,100 @@
+"""What a rank of either connector has: an LLMDataDist, the KV cache or slots for it, transfers that end on any thread.
+
+Threads: vLLM's, unless stated.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from llm_datadist import CacheDesc, DataType
+from llm_datadist.integrations.vllm.identity import identity_of
+from llm_datadist.integrations.vllm.instance import start_instance
+from llm_datadist.integrations.vllm.kinds import describe, windows_of
+from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
+from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from llm_datadist import BlocksCacheKey, Cache
+    from llm_datadist.integrations.vllm.layout import Layout
+    from llm_datadist.integrations.vllm.staging import PortableCopier
+
+_IDLE_STEP_S: Final = 0.001
+
+
+class Rank:
+    """Base of a connector's half in one worker."""
+
+    _layout: Layout  # from `_register` on
+    _rank: int
+    _told: Any = None  # to the scheduler, with the next results
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, host: str | None) -> None:
+        """Start an instance, which listens at ``host`` unless that is None."""
+        option = vllm_config.kv_transfer_config.get_from_extra_config
+        self._config = vllm_config
+        self._cache_config = kv_cache_config
+        self._identity = identity_of(vllm_config)
+        self.cluster_id = secrets.randbits(63)
+        _, slots, slot_bytes = staged_slots(vllm_config, kv_cache_config, windows_of(kv_cache_config))
+        self._slots = slots.stop
+        sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
+        nbytes = self._slots * slot_bytes or max(sizes, default=0)  # vLLM's one allocation
+        self.datadist = start_instance(vllm_config, self.cluster_id, host, nbytes)
+        #: Puts the cache into the pool; None without one.
+        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes and not self._slots else None
+        self._idle = False  # this step has no tokens
+        self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its transfer, and their blocks
+        self._ended: SimpleQueue[tuple[Any, Any]] = SimpleQueue()  # by any thread: what has ended, and how
+        self._at_end = ExitStack()
+
+    def _register(self, views: dict[str, torch.Tensor], key: BlocksCacheKey | None, *, whole: bool = False) -> Cache:
+        """Register vLLM's KV cache, or slots for it; a row is a ``whole`` block, or as the layout says."""
+        self._rank = get_tensor_model_parallel_rank()
+        self._layout, addresses = describe(views, self._config, self._cache_config, self._identity)
+        count, rows, parts = self._slots or self._cache_config.num_blocks, self._layout.rows, self._layout.row_bytes
+        if self._slots:
+            places = {names[0]: views[names[0]] for names in self._layout.places}
+            blocks = {name: view.unflatten(0, (self._cache_config.num_blocks, -1)) for name, view in places.items()}
+            slots = make_slots(self.datadist, self._slots, blocks)
+            addresses = [view.data_ptr() for view in slots.values()]
+            self._new_copier = partial(make_copier, blocks, slots)
+        shape = [count, rows * parts] if whole else [count * rows, parts]
+        desc = CacheDesc(len(addresses), shape, DataType.DT_INT8)
+        return self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+
+    def use_copies(self, operation: CopyBlocksOp) -> None:
+        """Take vLLM's operation that copies blocks, after the KV cache."""
+        if self._slots:
+            self.copier: PortableCopier = self._new_copier(operation, self._at_end)
+
+    def _take_ended(self, *, wait: bool) -> Iterator[tuple[Any, Any]]:
+        """Yield what has ended; if nothing has, ``wait`` a moment for it."""
+        with suppress(Empty):
+            yield self._ended.get(wait, _IDLE_STEP_S)
+            while True:
+                yield self._ended.get_nowait()
+
+    def take_told(self) -> Any:
+        """Return what there is to tell the scheduler since the last call."""
+        found, self._told = self._told, type(self._told)()
+        return found if found != self._told else None
+
+    def _copy_loaded(self, request: str, *, failed: bool) -> None:
+        """Copy a request's slots, if it has any, to its blocks, unless its transfer failed."""
+        slots, blocks = self._loads.pop(request, ([], []))
+        if slots and not failed:
+            self.copier.load(slots, blocks)
