@@ -237,7 +237,7 @@ def test_a_client_of_another_format_misses_and_its_save_names_both() -> None:
             assert reader.do(e.look_up, keys_of(0)) == 0
             wait_until(lambda: reader.do(save_error, keys_of(1), [1]) != "")
             text = reader.do(save_error, keys_of(1), [1])
-            assert "speaks format 2 of the store, this release format 1" in text
+            assert ": format 2 of the store, this release has format 1" in text
         finally:
             reader.do(speak, 1)
         wait_until(lambda: reader.do(e.look_up, keys_of(0)) == 1)

@@ -102,10 +102,10 @@ def test_a_body_of_another_format_is_named_and_a_broken_one_refused() -> None:
     body = Lookup(b"n" * 32, [b"key"], b"t" * 16).encode()
     assert decode(Lookup, body, "x") == Lookup(b"n" * 32, [b"key"], b"t" * 16)
     for wrong in (b"", bytes([FORMAT + 1]) + body[1:]):
-        with pytest.raises(CacheMismatch, match="x speaks format"):
+        with pytest.raises(CacheMismatch, match="x: format"):
             decode(Lookup, wrong, "x")
     for kind, data in ((Lookup, body[:-1]), (Found, body), (Save, body)):
-        with pytest.raises(ParamError, match=f"x sent what is no {kind.__name__}"):
+        with pytest.raises(ParamError, match=f"x: no {kind.__name__}"):
             decode(kind, data, "x")
     long = Lookup(b"n" * 32, [b"k" * 65], b"t" * 16).encode()
     with pytest.raises(ParamError):

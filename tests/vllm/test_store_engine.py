@@ -261,7 +261,8 @@ STAGED: dict[str, Any] = {"staging": True, "staging_bytes": 2 * 2304 * 4 * 2 * 2
 
 def _delay(patch: pytest.MonkeyPatch) -> None:
     """Copy in another thread, a little later; fill slots with NaN when they are free again."""
-    source, copiers, free = random.Random(1), [], Ring.free
+    source, free = random.Random(1), Ring.free
+    copiers: list[PortableCopier] = []
 
     def later(name: str) -> None:
         copy = getattr(PortableCopier, name)

@@ -45,8 +45,7 @@ class Rank:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, host: str | None) -> None:
         """Start an instance, which listens at ``host`` unless that is None."""
         option = vllm_config.kv_transfer_config.get_from_extra_config
-        self._config = vllm_config
-        self._cache_config = kv_cache_config
+        self._config, self._cache_config = vllm_config, kv_cache_config
         self._identity = identity_of(vllm_config)
         self.cluster_id = secrets.randbits(63)
         _, slots, slot_bytes = staged_slots(vllm_config, kv_cache_config, windows_of(kv_cache_config))

@@ -128,7 +128,7 @@ class StoreWorker(Rank):
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose load ended since the last call; in a step without tokens, wait a moment for one."""
-        received, failed = set(), set()
+        received: dict[str, bool] = {}
         for what, has_failed in self._take_ended(wait=self._idle and self._running > 0):
             self._running -= 1
             if isinstance(what, int):
@@ -136,9 +136,8 @@ class StoreWorker(Rank):
                 self._told.unsaved |= {what} if has_failed else set()
             else:
                 self._copy_loaded(what, failed=has_failed)
-                received.add(what)
-                failed |= {what} if has_failed else set()
-        return KVConnectorTransferResults(set(), received, failed)
+                received[what] = has_failed
+        return KVConnectorTransferResults(set(), set(received), {each for each, failed in received.items() if failed})
 
     def stop(self) -> None:
         """End all loads and saves, then the LLMDataDist. Idempotent."""
