@@ -230,36 +230,10 @@ def test_slots_are_not_evicted_between_lookup_and_load(checkpoint: Path, cold: d
             assert other.save(8) == 8
 
 
-def test_a_hundred_prompts_under_twenty_blocks_are_right_and_leave_nothing(
-    checkpoint: Path, store: RemoteStore
-) -> None:
-    with Engine(checkpoint, None, 512) as engine:
-        expected = [tokens for tokens, _ in engine.answers(many(), new=40)]
-    SeenStoreConnector.digests.clear()
-    SeenStoreConnector.preempted.clear()
-    with Engine(checkpoint, store, 20, max_num_batched_tokens=512) as engine:
-        first = engine.answers(many(), new=40)
-        engine.forget()
-        again = engine.answers(many(), new=40)
-        engine.forget()
-        assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == expected
-        assert SeenStoreConnector.preempted
-        assert sum(hit for _, hit in again) > 5_000
-        with Other(store, 1) as other:
-            stored = {key: other.digest_of(key) for key in SeenStoreConnector.digests}
-        assert len(stored) > 50
-        assert all(digest in SeenStoreConnector.digests[key] for key, digest in stored.items() if digest)
-        assert sum(digest is None for digest in stored.values()) < len(stored) // 2
-    figures = store.figures()
-    assert figures["loads"] == figures["filling"] == 0
-
-
-# --- staged -----------------------------------------------------------------------------------------------------------
-
 STAGED: dict[str, Any] = {"staging": True, "staging_bytes": 2 * 2304 * 4 * 2 * 2 * 64 * 4}  # the fewest
 
 
-def _delay(patch: pytest.MonkeyPatch) -> None:
+def delay_copies(patch: pytest.MonkeyPatch) -> None:
     """Copy in another thread, a little later; fill slots with NaN when they are free again."""
     source, free = random.Random(1), Ring.free
     copiers: list[PortableCopier] = []
@@ -286,22 +260,35 @@ def _delay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ring, "free", poison)
 
 
-def test_staged_kv_of_a_hundred_prompts_is_right_with_the_fewest_slots(
-    checkpoint: Path, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, _environment: None) -> list[Tokens]:
+    """Return the right answers to :func:`many`."""
     with Engine(checkpoint, None, 512) as engine:
-        expected = [tokens for tokens, _ in engine.answers(many(), new=40)]
-    with monkeypatch.context() as patch, Engine(checkpoint, store, 20, extra=STAGED) as engine:
-        _delay(patch)
-        SeenStoreConnector.digests.clear()
-        assert [tokens for tokens, _ in engine.answers(many(), new=40)] == expected
+        return [tokens for tokens, _ in engine.answers(many(), new=40)]
+
+
+@pytest.mark.parametrize("extra", [{}, STAGED], ids=["host", "staged"])
+def test_a_hundred_prompts_under_twenty_blocks_are_right_and_leave_nothing(
+    checkpoint: Path,
+    store: RemoteStore,
+    expected: list[Tokens],
+    extra: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delay_copies(monkeypatch)
+    SeenStoreConnector.digests.clear()
+    SeenStoreConnector.preempted.clear()
+    with Engine(checkpoint, store, 20, max_num_batched_tokens=512, extra=extra) as engine:
+        first = engine.answers(many(), new=40)
         engine.forget()
         again = engine.answers(many(), new=40)
-        assert [tokens for tokens, _ in again] == expected
-        assert sum(hit for _, hit in again) > 5_000
         engine.forget()
+        assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again] == expected
+        assert SeenStoreConnector.preempted
+        assert sum(hit for _, hit in again) > 5_000
         with Other(store, 1) as other:
             stored = {key: other.digest_of(key) for key in SeenStoreConnector.digests}
+        assert len(stored) > 50
         assert all(digest in SeenStoreConnector.digests[key] for key, digest in stored.items() if digest)
         assert sum(digest is None for digest in stored.values()) < len(stored) // 2
     figures = store.figures()
