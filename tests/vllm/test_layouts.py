@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 
 from llm_datadist.errors import CacheMismatch, LLMException
 from llm_datadist.integrations.vllm import LLMDataDistConnector, worker
+from llm_datadist.integrations.vllm import rank as rank_module
 from llm_datadist.integrations.vllm.kinds import describe, require_supported, windows_of
 from llm_datadist.integrations.vllm.layout import (
     COLUMNS,
@@ -364,7 +365,7 @@ class Engine:
         self.caches, self.workers = [], []
         self.tokens, self.replicas, self.staged, self.latent = tokens, max(1, ranks // heads), staged, latent
         for rank in range(ranks):
-            patch.setattr(worker, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            patch.setattr(rank_module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
             spec = spec_of(MLAAttentionSpec if latent else FullAttentionSpec, num_kv_heads=held, block_size=tokens)
             nbytes = LAYERS * held * tokens * 2 * SIZE * 4
             given = configured([spec], ranks=ranks, heads=heads, role=role, block_bytes=nbytes, staged=staged)
@@ -411,7 +412,7 @@ class Engine:
 def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
     current_platform.import_kernels()
     monkeypatch.setattr(worker, "_BUFFER_BYTES", 40_000)  # several portions
-    monkeypatch.setattr(worker, "identity_of", lambda _: {})
+    monkeypatch.setattr(rank_module, "identity_of", lambda _: {})
     made: list[Engine] = []
 
     def one(

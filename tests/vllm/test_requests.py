@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
-from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, worker
+from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, rank, worker
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -168,8 +168,8 @@ def asked(name: str, params: Any, prompt: list[int]) -> Request:
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(worker, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
+    monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
 
 @pytest.fixture
@@ -515,7 +515,7 @@ def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
 def with_identity(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, role: str, **extra: Any) -> Engine:
     said = extra.pop("identity")
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "identity_of", lambda _: said)
+        patch.setattr(rank, "identity_of", lambda _: said)
         return make(role, **extra)
 
 

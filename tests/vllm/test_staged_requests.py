@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from vllm.v1.request import Request, RequestStatus
 
-from llm_datadist.integrations.vllm import worker
+from llm_datadist.integrations.vllm import rank
 from llm_datadist.integrations.vllm.offers import ClaimedRequests
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from tests.vllm.test_requests import BLOCKS, TOKENS, Engine, asked
@@ -212,8 +212,8 @@ class StagedEngine(Engine):
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(worker, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
+    monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
 
 @pytest.fixture(params=WAYS)
