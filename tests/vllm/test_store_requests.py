@@ -329,16 +329,15 @@ def test_staged_loads_wait_for_slots_and_staged_saves_for_the_ones_before(monkey
     scheduler = make_scheduler(monkeypatch, staging=True, staging_bytes=10)
     tell(scheduler, namespaces={0: b"0"})
     (client,) = clients(scheduler)
-    first, second = asked("a", 18), asked("b", 18)
+    first, second, third = (asked(name, 18) for name in "abd")
     client.keys = set(first.block_hashes)
-    for each in (first, second):
+    for each in (first, second, third):
         scheduler.on_new_request(each)
     assert scheduler.matched_tokens(first, 0) == 4 * TOKENS
-    for _ in range(2):
-        assert scheduler.matched_tokens(second, 0) is None
-        assert client.held == 2, "what waits is not evicted"
-        assert step(scheduler, {}, {}).loads == {}
+    assert scheduler.matched_tokens(second, 0) is None
     allocate(scheduler, first, [1, 2, 3, 4], 4 * TOKENS)
+    assert scheduler.matched_tokens(third, 0) is None
+    assert client.held == 2, "one request that waits keeps its hit"
     _, blocks, slots = step(scheduler, {}, {}).loads["a"]
     assert (blocks, len({*slots}), {*slots} <= {5, 6, 7, 8, 9}) == ([1, 2, 3, 4], 4, True)
     scheduler.finished(first, ([],))
@@ -346,7 +345,10 @@ def test_staged_loads_wait_for_slots_and_staged_saves_for_the_ones_before(monkey
     tell(scheduler, received=("a",))
     step(scheduler, {}, {})
     assert scheduler.matched_tokens(second, 0) == 4 * TOKENS
-    scheduler.finished(second, ([],))  # waits for blocks
+    step(scheduler, {}, {})  # it got no blocks, so it has no slots either
+    assert scheduler.matched_tokens(third, 0) == 4 * TOKENS
+    for each in (second, third):
+        scheduler.finished(each, ([],))
     assert client.held == 0
     long = asked("c", 8 * TOKENS + 1)
     scheduler.on_new_request(long)

@@ -9,11 +9,12 @@ out slots (:class:`Ring`); its orders name slots and blocks, the same on all ran
 | copies | after each step; then its last is granted | once pulled; then it is reported |
 | frees its slots | once its grants ended on all ranks; at its end if not offered | with the report |
 
-With a store (`store_scheduler.py`) a save has slots of the first column, until all ranks have ended it, and a load of
-the second.
+With a store (`store_scheduler.py`) a save has slots of the first column until all ranks have ended it, and a load those
+of the second, from the step in which it gets blocks.
 
-A request gets all its slots or none, and none after it has got blocks: until then it waits in vLLM's queue. So whoever
-has slots waits for blocks only, and no two requests wait for each other. Preempted requests wait for both again.
+An offer or a fetch gets all its slots or none, and none after its request has got blocks: until then that waits in
+vLLM's queue. So whoever has slots waits for blocks only, and no two requests wait for each other. Preempted requests
+wait for both again.
 
 Threads: vLLM's copies; an engine's pulls into slots, and has ended when the fetch is reported.
 Errors: a copy that fails ends the engine, as a failed step does.

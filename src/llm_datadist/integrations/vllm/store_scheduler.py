@@ -2,15 +2,15 @@
 
 | request | effect |
 |---|---|
-| asks for tokens | its keys are looked up for each rank, the shortest run counts; the hits are held; slots if staged |
-| gets blocks | workers load the hits into them |
+| asks for tokens | its keys are looked up for each rank, the shortest run counts; the hits are held |
+| gets blocks, and slots if staged | workers load the hits into them |
 | is loaded on all ranks, or ends without blocks | the hits are released, and its slots |
 | could not be loaded | it is computed, and not looked up again |
 | has more full blocks after this step | workers save them |
 
 A block that is saved has a reference of our own until all ranks have reported the end. So vLLM gives it to no other
-request before, whether its own ends, is aborted or preempted. At most a quarter of the blocks are saved at once, or as
-many as there are slots if KV is staged (`staging.py`); the others wait for a later step of their request.
+request before, whether its own ends, is aborted or preempted. At most a quarter of the blocks are saved at once, and at
+most as many as there are slots if KV is staged (`staging.py`); the others wait for a later step of their request.
 
 A key is vLLM's hash of all tokens up to the block's end, its salt and images; of an adapter the hash has only name and
 path, so a digest of the adapter's files is added.
@@ -157,11 +157,11 @@ class StoreScheduler:
         asked = self._requests.get(request.request_id)
         if asked is None or not asked.may_load:
             return 0
-        if not self.clients:
+        if not self.clients or (self.loading.closed and not asked.hits):
             return None
         first = num_computed // self._block_tokens
         if not asked.hits or asked.first != first:
-            self._drop(asked)
+            self._release(asked.hits)
             end = (request.num_tokens - 1) // self._block_tokens  # vLLM computes the last token in any case
             asked.first, asked.hits = first, self._look_up(self._keys(asked, first, end))
         if not asked.hits:
@@ -186,18 +186,12 @@ class StoreScheduler:
             client.release(hit)
         hits.clear()
 
-    def _drop(self, asked: _Asked) -> None:
-        """Release what is held for a request that does not load it."""
-        self._release(asked.hits)
-        if asked.request.request_id not in self._loading:
-            self.loading.free(asked.request.request_id)
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         asked = self._requests.get(request.request_id)
         if asked is None or not asked.hits:
             return
         if not num_external:  # another connector loads
-            self._drop(asked)
+            self._release(asked.hits)
             return
         hits, asked.hits = asked.hits, []
         asked.saved = asked.first + len(hits[-1])
@@ -209,7 +203,7 @@ class StoreScheduler:
     def finished(self, request: Request, _: Sequence[list[int]]) -> tuple[bool, None]:
         """Forget a request; a load that runs is reported later, and vLLM keeps its blocks until then."""
         if (asked := self._requests.pop(request.request_id, None)) is not None:
-            self._drop(asked)
+            self._release(asked.hits)
         return False, None
 
     # --- saves --------------------------------------------------------------------------------------------------------
@@ -235,6 +229,8 @@ class StoreScheduler:
                 if self._tells:
                     events.append(self._event(request, first, end))
         self.loading.closed = False
+        for request_id in self.loading.held.keys() - self._loading.keys():
+            self.loading.free(request_id)  # it got no blocks: who waits for them must keep no slots
         orders, self._orders = self._orders, StoreOrders()
         if wanted:
             number, held = next(self._numbers), [self.pool.blocks[each] for each in wanted.values()]
