@@ -105,7 +105,7 @@ def test_a_body_of_another_format_is_named_and_a_broken_one_refused() -> None:
         with pytest.raises(CacheMismatch, match="x: format"):
             decode(Lookup, wrong, "x")
     for kind, data in ((Lookup, body[:-1]), (Found, body), (Save, body)):
-        with pytest.raises(ParamError, match=f"x: no {kind.__name__}"):
+        with pytest.raises(ParamError, match=f"x: not a body of kind {kind.__name__}"):
             decode(kind, data, "x")
     long = Lookup(b"n" * 32, [b"k" * 65], b"t" * 16).encode()
     with pytest.raises(ParamError):

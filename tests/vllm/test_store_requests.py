@@ -362,8 +362,8 @@ def test_staged_loads_wait_for_slots_and_staged_saves_for_the_ones_before(monkey
     assert (saved, len({*slots})) == (blocks[5:8], 3)
     tell(scheduler, ended=Counter({number: 1}))
     scheduler.finished(long, ([],))
-    assert len(scheduler.loading.take("all", [(0, 5)])[0][1]) == 5
-    assert len(scheduler.saving.take("all", [(0, 5)])[0][1]) == 5
+    assert len(scheduler.load_slots.take("all", [(0, 5)])[0][1]) == 5
+    assert len(scheduler.save_slots.take("all", [(0, 5)])[0][1]) == 5
     scheduler.stop()
 
 

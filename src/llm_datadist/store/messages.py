@@ -148,5 +148,5 @@ def decode(kind: type[B], body: bytes, who: str) -> B:
     try:
         found: B = _decoders[kind].decode(memoryview(body)[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ParamError(f"{who}: no {kind.__name__}: {error}") from error
+        raise ParamError(f"{who}: not a body of kind {kind.__name__}: {error}") from error
     return found

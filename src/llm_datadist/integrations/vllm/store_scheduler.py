@@ -121,7 +121,7 @@ class StoreScheduler:
         self._numbers = count()
         saving, loading, _ = staged_slots(vllm_config, kv_cache_config, [None])
         self._staged = loading.stop > 0
-        self.saving, self.loading = Ring(saving), Ring(loading)
+        self.save_slots, self.load_slots = Ring(saving), Ring(loading)
         most = max(1, kv_cache_config.num_blocks // 4)  # blocks that are saved at once
         self._most = min(most, len(saving)) if self._staged else most
         self.pool: BlockPool  # vLLM's
@@ -157,7 +157,7 @@ class StoreScheduler:
         asked = self._requests.get(request.request_id)
         if asked is None or not asked.may_load:
             return 0
-        if not self.clients or (self.loading.closed and not asked.hits):
+        if not self.clients or (self.load_slots.closed and not asked.hits):
             return None
         first = num_computed // self._block_tokens
         if not asked.hits or asked.first != first:
@@ -167,7 +167,7 @@ class StoreScheduler:
         if not asked.hits:
             return 0
         blocks = len(asked.hits[-1])
-        if self._staged and not self.loading.take(request.request_id, [(first, first + blocks)]):
+        if self._staged and not self.load_slots.take(request.request_id, [(first, first + blocks)]):
             return None
         return blocks * self._block_tokens
 
@@ -196,7 +196,7 @@ class StoreScheduler:
         hits, asked.hits = asked.hits, []
         asked.saved = asked.first + len(hits[-1])
         numbers = blocks.get_block_ids()[0][asked.first : asked.saved]
-        slots = [slot for _, each in self.loading.held.get(request.request_id, ()) for slot in each]
+        slots = self.load_slots.held[request.request_id][0][1] if self._staged else []
         self._orders.loads[request.request_id] = [hit.to_bytes() for hit in hits], numbers, slots
         self._loading[request.request_id] = hits
 
@@ -228,15 +228,15 @@ class StoreScheduler:
                 asked.saved = end
                 if self._tells:
                     events.append(self._event(request, first, end))
-        self.loading.closed = False
-        for request_id in self.loading.held.keys() - self._loading.keys():
-            self.loading.free(request_id)  # it got no blocks: who waits for them must keep no slots
+        self.load_slots.closed = False
+        for request_id in self.load_slots.held.keys() - self._loading.keys():
+            self.load_slots.free(request_id)  # it got no blocks: who waits for them must keep no slots
         orders, self._orders = self._orders, StoreOrders()
         if wanted:
             number, held = next(self._numbers), [self.pool.blocks[each] for each in wanted.values()]
             self.pool.touch(held)
             self._saves[number] = _Save(held, events)
-            slots = self.saving.take(str(number), [(0, len(wanted))])[0][1] if self._staged else []
+            slots = self.save_slots.take(str(number), [(0, len(wanted))])[0][1] if self._staged else []
             orders.save = number, list(wanted), list(wanted.values()), slots
         return orders
 
@@ -271,7 +271,7 @@ class StoreScheduler:
         for request_id in output.finished_recving or ():
             if (hits := self._loading.pop(request_id, None)) is not None:
                 self._release(hits)
-                self.loading.free(request_id)
+                self.load_slots.free(request_id)
                 asked = self._requests.get(request_id)
                 if asked is not None and request_id in output.failed_recving:
                     asked.may_load, asked.saved = False, 0
@@ -282,7 +282,7 @@ class StoreScheduler:
         save.failed |= failed
         if save.ranks == len(self.clients):
             del self._saves[number]
-            self.saving.free(str(number))
+            self.save_slots.free(str(number))
             self.pool.free_blocks(reversed(save.blocks))
             if not save.failed:
                 self._events += save.events
