@@ -98,11 +98,12 @@ example-hf: $(FULL_VENV)/.installed
 	@$(FULL_BIN)/python examples/transformers/prefill_decode.py $(HF)
 
 # Each file's tests in one process (docs/notes/testing.md); more processes than cores, because many tests wait. They keep the
-# byte code of the tests, whatever the environment says: to make it takes each of them ten seconds.
+# byte code of the tests, whatever the environment says: to make it takes each of them ten seconds. `make lint` has
+# tests/typing.
 WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(or $(TEST),-n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+	@$(BIN)/python -m pytest $(or $(TEST),--ignore tests/typing -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 
 # The tests of the prefix store, then its campaign, or what STORE says of it.
 STORE ?= --seconds 60

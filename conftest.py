@@ -92,6 +92,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 # Tests use all kinds of addresses; those of the rule itself say "0". Set here, so that child processes inherit it.
 os.environ.setdefault(INSECURE_VARIABLE, "1")
+# NumPy starts a thread per core in every interpreter; they would spin beside the other processes of the tests.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from faults.tamper import HARM, Channels, Lanes, Links, run
 from tests.support.world import residue, settled
 
 SCENES: dict[str, tuple[Callable[[], Lanes | Channels | Links], int, set[str]]] = {
-    "lanes": (lambda: Lanes(20, sealed=True), 6_000, {"good"}),
-    "channels": (lambda: Channels(20, sealed=True), 1_000, {"good", "handshake refused", "tampered with"}),
-    "links over shm": (lambda: Links(20, "shm"), 100, {"link refused", "link ended"}),
-    "links over tcp": (lambda: Links(20, "tcp"), 100, {"link refused", "link ended"}),
+    "lanes": (lambda: Lanes(20, sealed=True), 2_500, {"good"}),
+    "channels": (lambda: Channels(20, sealed=True), 500, {"good", "handshake refused", "tampered with"}),
+    "links over shm": (lambda: Links(20, "shm"), 50, {"link refused", "link ended"}),
+    "links over tcp": (lambda: Links(20, "tcp"), 50, {"link refused", "link ended"}),
 }
 
 

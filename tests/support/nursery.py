@@ -23,7 +23,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from multiprocessing.connection import Connection
 from pathlib import Path
 from secrets import randbelow
-from typing import Final
+from typing import Final, NoReturn
 
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
@@ -173,12 +173,20 @@ def _main(control: socket.socket) -> None:
                 for handle in waiting:
                     os.close(handle)
                 _serve(name, pipe)
-                return  # and end as any interpreter does
+                _end()
             os.close(pipe)
             handle = os.pidfd_open(pid)
             waiting[handle] = pid, status
             poll.register(handle, select.POLLIN)
             control.send(str(pid).encode())
+
+
+def _end() -> NoReturn:
+    """End as an interpreter does, but without its teardown: that writes to all pages of the nursery, for 30 ms."""
+    atexit._run_exitfuncs()  # noqa: SLF001 (there is no public way)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _fork() -> int:

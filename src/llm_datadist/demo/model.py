@@ -37,10 +37,10 @@ class ModelConfig:
     """
 
     layers: int = 8
-    hidden: int = 512
-    heads: int = 8
+    hidden: int = 256
+    heads: int = 4
     kv_heads: int = 2
-    ffn: int = 1408
+    ffn: int = 704
     vocab: int = 4096
     rope_base: float = 10000.0
     seed: int = 2
