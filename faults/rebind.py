@@ -14,7 +14,7 @@ import argparse
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import Any, Final
@@ -293,13 +293,14 @@ def judged(bindings: Sequence[Binding], pulls: Sequence[Pull]) -> Iterator[str]:
             yield f"binding {binding.number} was consumed, and no pull brought its bytes"
 
 
-def run(transport: str, asked: int, seed: int = 1) -> Race:
+def run(transport: str, asked: int, seed: int = 1, seen: Callable[[Race], bool] = lambda race: True) -> Race:
+    """Run until there were ``asked`` races, and ``seen`` says so."""
     race = Race(transport, asked)
     with Processes(transport, _POOL_BYTES) as processes:
         owner = processes.owner()
         puller = processes.reader(owner)
         owner.do(prepare_owner, transport)
-        while race.races < asked and race.pulls < asked * TRIES:
+        while (race.races < asked or not seen(race)) and race.pulls < asked * TRIES:
             owner.do(begin_binding, seed + race.pulls)
             pulls = puller.do(pull_many, min(BATCH, asked), THREADS)
             race.add(owner.do(end_binding), pulls)

@@ -321,10 +321,10 @@ class Trials:
         self.owner.do(arena, shape, transport == "shm")
         self.other = self._born()
 
-    def run(self, count: int) -> TrialReport:
+    def run(self, count: int, seen: Callable[[TrialReport], bool]) -> TrialReport:
         report = TrialReport(self.transport, count, what=self.what)
         ways = cycle(READER_WAYS[: None if self.transport == "tcp" else -1] if self.reading else WRITER_WAYS)
-        while report.caught < count and report.tried < count * TRIES:
+        while (report.caught < count or not seen(report)) and report.tried < count * TRIES:
             killed = not self.reading and report.caught % KILL_EVERY == KILL_EVERY // 2
             self.trial(report, next(ways), kill=killed)
         return report
@@ -416,7 +416,14 @@ EXPECTED: Final[dict[str, Callable[[int], Taken]]] = {
 }
 
 
-def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialReport:
+def run(
+    transport: str,
+    what: str,
+    count: int,
+    mib: int | None = None,
+    seen: Callable[[TrialReport], bool] = lambda report: True,
+) -> TrialReport:
+    """Run until ``count`` trials were caught, and ``seen`` says so."""
     shape = Shape(mib or SIZES[transport])
     with Processes(
         transport,
@@ -426,7 +433,7 @@ def run(transport: str, what: str, count: int, mib: int | None = None) -> TrialR
         extra={"llm.PeerTimeout": "600", "llm.CopyThreads": "1"},
         enable_remote_cache_accessible=what == "writer",
     ) as processes:
-        return Trials(processes, transport, what, shape).run(count)
+        return Trials(processes, transport, what, shape).run(count, seen)
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
