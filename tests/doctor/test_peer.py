@@ -32,7 +32,7 @@ from tests.support.authority import Authority, secret_file
 from tests.support.ends import LocalEnd
 from tests.support.linking import free_port, has_ipv6
 from tests.support.probe import deadline
-from tests.support.source import PATHS, run
+from tests.support.source import PATHS, run, run_here
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
 Found = dict[str, Finding]
@@ -66,10 +66,13 @@ def _served(*options: str, host: str = "127.0.0.1") -> Iterator[int]:
 def _doctor(
     port: int, *options: str, host: str = "127.0.0.1", preparation: str = "", inside: tuple[str, ...] = ()
 ) -> tuple[int, Found]:
-    """Run the command; return its exit status and its findings by name."""
-    code = f"{preparation}\nimport sys\nfrom llm_datadist.cli import main\nsys.exit(main())"
-    command = [*inside, sys.executable, "-c", code, "doctor", "--peer", f"{host}:{port}", "--json", *options]
-    done = run(*command)
+    """Run the command, here unless it is to run somewhere else; return its exit status and its findings by name."""
+    words = ("doctor", "--peer", f"{host}:{port}", "--json", *options)
+    if preparation or inside:
+        code = f"{preparation}\nimport sys\nfrom llm_datadist.cli import main\nsys.exit(main())"
+        done = run(*inside, sys.executable, "-c", code, *words)
+    else:
+        done = run_here(*words)
     assert "Traceback" not in done.stderr, done.stderr
     shown = json.loads(done.stdout)
     assert shown["exit_code"] == done.returncode, done.stderr

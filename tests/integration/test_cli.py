@@ -1,6 +1,5 @@
 """``llm-datadist`` as a user types it: help, version, completion, mistakes; the demo, which leaves nothing running."""
 
-import io
 import json
 import os
 import re
@@ -9,24 +8,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 typer = pytest.importorskip("typer")
 
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
-from llm_datadist.cli import main  # noqa: E402
 from llm_datadist.cli.app import app  # noqa: E402
 from llm_datadist.demo.workload import DemoWorkload  # noqa: E402
 from tests.support import source  # noqa: E402
 from tests.support.authority import secret_file  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
+from tests.support.source import run_here  # noqa: E402
 
 COMMAND = (sys.executable, "-m", "llm_datadist.cli")
 APP = typer.main.get_command(app)
@@ -35,15 +33,6 @@ LEAKS = "always::ResourceWarning"  # a forgotten close in the parent or in a rol
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return source.run(*COMMAND, *arguments, env=os.environ | environment)
-
-
-def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run what the program runs, in this process: forty interpreters would take half a minute."""
-    out, err = io.StringIO(), io.StringIO()
-    argv, environ = mock.patch.object(sys, "argv", [COMMAND[-1], *arguments]), mock.patch.dict(os.environ, environment)
-    with argv, environ, redirect_stdout(out), redirect_stderr(err):
-        status = main()
-    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def commands(command: Any, *path: str) -> Iterator[tuple[str, Any]]:

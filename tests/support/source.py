@@ -1,10 +1,14 @@
 """The source tree as the tests about it see it."""
 
+import io
 import os
 import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = "llm_datadist"
@@ -17,6 +21,17 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
     """Run a command to its end, whatever that is, with this tree's code; return what it printed."""
     usual: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 100, "env": os.environ | PATHS}
     return subprocess.run(command, check=False, **(usual | options))
+
+
+def run_here(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``llm-datadist`` in this process: an interpreter of its own takes half a second of a processor."""
+    from llm_datadist.cli import main  # needs the extra [cli]
+
+    out, err = io.StringIO(), io.StringIO()
+    argv, environ = mock.patch.object(sys, "argv", ["llm-datadist", *words]), mock.patch.dict(os.environ, environment)
+    with argv, environ, redirect_stdout(out), redirect_stderr(err):
+        status = main()
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 @cache

@@ -29,7 +29,7 @@ from tests.support.ends import ChildEnd
 from tests.support.linking import statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.pairs import Pair
-from tests.support.source import run
+from tests.support.source import run, run_here
 from tests.support.tables import WIDTHS, printed, tables
 from tests.support.world import World
 
@@ -72,7 +72,7 @@ def _child(code: str, *arguments: str, inside: tuple[str, ...] = ()) -> Iterator
 
 
 def _top(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "llm_datadist.cli", "top", *arguments)
+    return run_here("top", *arguments)
 
 
 def _json(*arguments: str) -> dict[int, Any]:
