@@ -140,11 +140,12 @@ trials: $(STAMP)
 	@for each in trials rebind grants interrupts tamper stuck-readers crowd unmapping; do \
 		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
 
-# What depends on moments: each of them often, beside others.
+# What depends on moments: each of them often, beside others; with NIXL, whose tests are among them.
 TIMES ?= 20
-brittle: $(STAMP)
+brittle: export LLM_DATADIST_NIXL := required
+brittle: $(FULL_VENV)/.library
 	@for each in $$(seq $(TIMES)); do \
-		$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $$(grep -v '^#' tests/brittle.txt) || exit 1; done
+		$(FULL_BIN)/python -m pytest -q -n $(WORKERS) $$(grep -v '^#' tests/brittle.txt) || exit 1; done
 
 $(VENV)/.mutation: $(STAMP)
 	@$(PIP) 'open-datadist[mutation]'
