@@ -77,7 +77,12 @@ def _table(lines: list[str]) -> list[dict[str, str]]:
 def _lists(lines: list[str]) -> list[dict[str, str]]:
     found = []
     for each in "\n".join(lines).rstrip().split("\n\n"):
-        pairs = [cell.strip().split(": ", 1) for cell in re.split(r" {3,}|\n", each) if cell.strip()]
+        pairs: list[list[str]] = []
+        for cell in filter(None, map(str.strip, re.split(r" {3,}|\n", each))):
+            if ": " in cell:
+                pairs.append(cell.split(": ", 1))
+            else:  # of a cell that is longer than the line
+                pairs[-1][1] += f" {cell}"
         assert len({name for name, _ in pairs}) == len(pairs), pairs
         found.append(dict(map(tuple, pairs)))
     return found
