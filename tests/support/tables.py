@@ -77,12 +77,13 @@ def _table(lines: list[str]) -> list[dict[str, str]]:
 def _lists(lines: list[str]) -> list[dict[str, str]]:
     found = []
     for each in "\n".join(lines).rstrip().split("\n\n"):
-        pairs: list[list[str]] = []
+        pairs: list[tuple[str, str]] = []
         for cell in filter(None, map(str.strip, re.split(r" {3,}|\n", each))):
-            if ": " in cell:
-                pairs.append(cell.split(": ", 1))
-            else:  # of a cell that is longer than the line
-                pairs[-1][1] += f" {cell}"
+            name, colon, value = cell.partition(": ")
+            if not colon:  # of a cell that is longer than the line
+                name, before = pairs.pop()
+                value = f"{before} {cell}"
+            pairs.append((name, value))
         assert len({name for name, _ in pairs}) == len(pairs), pairs
-        found.append(dict(map(tuple, pairs)))
+        found.append(dict(pairs))
     return found
