@@ -294,7 +294,7 @@ def judged(bindings: Sequence[Binding], pulls: Sequence[Pull]) -> Iterator[str]:
 
 
 def run(transport: str, asked: int, seed: int = 1, seen: Callable[[Race], bool] = lambda race: True) -> Race:
-    """Run until there were ``asked`` races, and ``seen`` says so."""
+    """Run until there were ``asked`` races and ``seen`` says so, at most ``TRIES`` times as many pulls."""
     race = Race(transport, asked)
     with Processes(transport, _POOL_BYTES) as processes:
         owner = processes.owner()

@@ -423,7 +423,7 @@ def run(
     mib: int | None = None,
     seen: Callable[[TrialReport], bool] = lambda report: True,
 ) -> TrialReport:
-    """Run until ``count`` trials were caught, and ``seen`` says so."""
+    """Run until ``count`` trials were caught and ``seen`` says so, at most ``TRIES`` times as many."""
     shape = Shape(mib or SIZES[transport])
     with Processes(
         transport,

@@ -46,7 +46,7 @@ TAKEN: Final[dict[str, dict[str, float]]] = {
     "lane requests": {"MoveRequest": 0.1},
     "handlers": _LINKED | {"UnlinkCancel": 0.008, "Verify": 0.01},
     "handlers, RCA": _LINKED | {"UnlinkRequest": 0.005},
-    "sealed handlers": {"Resolve": 0.1, "Release": 0.05, "Verify": 0.01},
+    "sealed handlers": _LINKED | {"Verify": 0.01},
     "answers": {"Resolved": 0.02, "pull": 0.0001},
     **{target: {"Welcome": 0.02} for target in ("greetings", "sealed greetings")},
     **{target: {"Welcome": 0.05, "Linked": 0.01} for target in ("dials", "sealed dials")},
@@ -71,8 +71,7 @@ SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed 
 
 def frames_of(target: str) -> int:
     """Return its share, and no fewer than make what is asserted likely."""
-    least = 300 if target not in ALL_TAKEN else 4_000 if "sealed" in target else 10_000
-    return max(math.ceil(FRAMES * TARGETS[target][0]), least)
+    return max(math.ceil(FRAMES * TARGETS[target][0]), 10_000 if target in ALL_TAKEN else 300)
 
 
 @pytest.fixture
