@@ -9,8 +9,12 @@ from unittest.mock import Mock
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicator import Communicator
+from llm_datadist._links.handshake import Endpoint
 from llm_datadist._links.link import Link, LinkOrigin, Peer
+from llm_datadist._links.loop import ControlLoop
+from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
 from llm_datadist._links.versions import Spoken
 from llm_datadist._native import readable
@@ -23,13 +27,13 @@ ADDRESS = ("127.0.0.1", 4711)
 LONG_MS = 60_000
 
 
-def lost(cluster_id: int = 7, pidfd: int | None = None) -> Link:
+def lost(cluster_id: int = 7, pidfd: int | None = None, sequence: int = 1) -> Link:
     """Return a link to a process that has ended once ``pidfd`` is readable."""
     own = -1 if pidfd is None else os.dup(pidfd)
     watch = None if pidfd is None else Watch(partial(readable, own), partial(os.close, own))
     connection = Mock(Connection, watch=lambda: watch)
     path = Mock(DataPath, connections=(connection,))
-    origin = LinkOrigin(dialled=True, sequence=1, peer_sequence=1, address=ADDRESS)
+    origin = LinkOrigin(dialled=True, sequence=sequence, peer_sequence=sequence, address=ADDRESS)
     spoken = Spoken(11, frozenset())
     return Link(Peer(cluster_id, bytes(16), 1, "host"), path, Choice("tcp", None, "test"), origin, spoken)
 
@@ -41,7 +45,7 @@ class Attempts:
         self.made: list[Reconnect] = []
         self.linked: set[int] = set()
         self.outcome: Callable[[], None] = lambda: None
-        self.reconnector = Reconnector(self.dial, lambda cluster_id: cluster_id in self.linked)
+        self.reconnector = Reconnector(self.dial, lambda each: each.peer.cluster_id in self.linked)
 
     def dial(self, reconnect: Reconnect, deadline: Deadline) -> None:
         assert 0 < deadline.remaining() < 60
@@ -195,6 +199,68 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
     attempts.reconnector.unlink(7, Deadline(LONG_MS))
     assert attempts.reconnector._current == []
     wait_until(attempts.over)
+
+
+def test_a_link_that_is_lost_while_it_is_brought_up_is_dialled_again(attempts: Attempts) -> None:
+    """The dialling thread says that it is linked after the control thread has found it lost."""
+
+    def lose() -> None:
+        attempts.outcome = lambda: None
+        attempts.reconnector.begin(second)
+        attempts.reconnector.drop_older(second)
+
+    attempts.outcome, second = lose, lost(sequence=2)
+    attempts.reconnector.begin(lost())
+    wait_until(attempts.over)
+    assert [each.sequence for each in attempts.made] == [1, 2]
+
+
+@pytest.mark.usefixtures("now")
+def test_the_dial_of_an_earlier_link_gives_way_to_that_of_a_later(attempts: Attempts) -> None:
+    attempts.reconnector.begin(lost())
+    second = attempts.reconnector.begin(lost(sequence=2))
+    for cluster_id, sequence in ((8, 3), (7, 2)):
+        attempts.reconnector.drop_older(lost(cluster_id, sequence=sequence))
+        assert attempts.reconnector._waiting == [second]
+    attempts.reconnector.drop_older(lost(sequence=3))
+    assert attempts.reconnector._waiting == []
+
+
+@pytest.mark.usefixtures("now")
+@pytest.mark.parametrize("meant", [False, True], ids=["lost", "unlinked"])
+def test_a_loss_that_two_threads_notice_is_dialled_again_unless_one_unlinks(
+    meant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second thread ends the link between two steps of the first, whose link the table has until then."""
+    manager = LinkManager(Mock(ControlLoop), Mock(Endpoint), Mock(max_links=9), {}, Mock(), Mock())
+    link, begin, told = lost(), manager._reconnector.begin, []
+    link.ready(Mock(Channel))
+    manager._table.install(link)
+
+    def begin_beside_another(lost_link: Link) -> Reconnect | None:
+        monkeypatch.setattr(manager._reconnector, "begin", begin)
+        reconnect = begin(lost_link)
+        told.append(manager.reconnects())
+        manager.end(lost_link, "noticed by the second", lost=not meant)
+        return reconnect
+
+    monkeypatch.setattr(manager._reconnector, "begin", begin_beside_another)
+    try:
+        manager.end(link, "noticed by the first", lost=True)
+        assert [len(each) for each in (*told, manager.reconnects())] == [1, 0 if meant else 1]
+    finally:
+        manager._reconnector.stop()
+
+
+def test_the_lost_link_is_not_taken_for_the_one_that_is_dialled() -> None:
+    manager = LinkManager(Mock(ControlLoop), Mock(Endpoint), Mock(max_links=9), {}, Mock(), Mock())
+    reconnect = Reconnect(lost(), ADDRESS, 0.1)
+    for present in (lost(sequence=2), None):
+        manager._dial = Mock(return_value=present)  # type: ignore[method-assign]
+        manager._reconnect(reconnect, Deadline(LONG_MS))
+    manager._dial = Mock(return_value=lost())  # type: ignore[method-assign]
+    with pytest.raises(LinkRefused, match="still ending"):
+        manager._reconnect(reconnect, Deadline(LONG_MS))
 
 
 def member(*, again: bool = False) -> MemberDial:

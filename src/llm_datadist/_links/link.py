@@ -247,6 +247,11 @@ class Link:
     def ended(self) -> bool:
         return self._machine.state is LinkState.CLOSED
 
+    @property
+    def lost(self) -> bool:
+        """True if it has ended, and nobody meant it."""
+        return self._lost
+
     def ready(self, channel: Channel) -> None:
         with self._lock:
             self.channel = channel

@@ -88,7 +88,9 @@ class LinkManager:
         self.listener: Listener | None = None
         self._started = False
         self._lost: dict[str, Meter] = {}  # by kind
-        self._reconnector = Reconnector(self._reconnect, lambda cluster_id: self._usable(cluster_id) is not None)
+        self._reconnector = Reconnector(
+            self._reconnect, lambda each: self._usable(each.peer.cluster_id, each.sequence) is not None
+        )
         self.reconnects = self._reconnector.statistics
         lose = partial(self.end, lost=True)
         self.heartbeat = Heartbeat(control, self.all, lose, options.peer_timeout, options.max_link_age, on_tick)
@@ -230,7 +232,9 @@ class LinkManager:
 
     def _reconnect(self, reconnect: Reconnect, deadline: Deadline) -> None:
         """Dial a lost link once. On the reconnector's thread."""
-        self._dial(None, reconnect.address, deadline, reconnect, incarnation=reconnect.peer.incarnation)
+        present = self._dial(None, reconnect.address, deadline, reconnect, incarnation=reconnect.peer.incarnation)
+        if present is not None and present.origin.sequence <= reconnect.sequence:
+            raise LinkRefused("the lost link is still ending")
         link = self._table.get(reconnect.peer.cluster_id)
         if reconnect.cancelled and link is not None and link.origin.reconnected:
             self.end(link, "unlinked", lost=False)
@@ -359,7 +363,7 @@ class LinkManager:
             raise
         self._table.touch()
         channel.begin(new.leftover)
-        self._reconnector.cancel(link.peer.cluster_id, hang_up=False)
+        self._reconnector.drop_older(link)
         origin = link.origin
         # Two communicators may have dialled at once.
         if old is not None and old.peer.incarnation == link.peer.incarnation:
@@ -492,8 +496,8 @@ class LinkManager:
                 self._lost.setdefault(kind, Meter()).add(0)
             self._on_end(link)
             self.communicators.lost(link.peer.cluster_id)
-        elif reconnect is not None:
-            self._reconnector.discard(reconnect)  # another thread ended the link first
+        elif reconnect is not None and not link.lost:
+            self._reconnector.discard(reconnect)  # another thread unlinked it
 
 
 @contextmanager

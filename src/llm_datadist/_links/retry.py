@@ -130,9 +130,9 @@ class RetryQueue(Generic[A]):
         self._running += 1
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
 
-    def cancel(self, owner: object, *, hang_up: bool = True) -> None:
-        """Drop an owner's attempts; those in progress only with ``hang_up``."""
-        self._drop(lambda each: each.owner == owner, hang_up=hang_up)
+    def cancel(self, owner: object) -> None:
+        """Drop an owner's attempts, also those in progress."""
+        self._drop(lambda each: each.owner == owner, hang_up=True)
 
     def discard(self, attempt: A) -> None:
         """Drop one attempt if it waits."""
@@ -229,6 +229,7 @@ class Reconnect(Attempt):
     def __init__(self, link: Link, address: tuple[str, int], delay: float) -> None:
         super().__init__(link.peer.cluster_id, time.monotonic() + _jittered(delay))
         self.peer: Peer = link.peer
+        self.sequence = link.origin.sequence  # of the lost link
         self.address = address
         self.reason = ""  # of the last failure
         self.delay = delay  # before jitter
@@ -260,10 +261,11 @@ class Reconnect(Attempt):
 class Reconnector(RetryQueue[Reconnect]):
     """All reconnects of one LLMDataDist, at most one for each cluster id, on one thread.
 
-    ``dial`` makes one attempt; it returns once the cluster is linked, by any call, and raises otherwise.
+    ``dial`` makes one attempt; it returns once the cluster is linked, by any call, and raises otherwise. ``linked``
+    returns True if there is a later link than the lost one.
     """
 
-    def __init__(self, dial: Callable[[Reconnect, Deadline], None], linked: Callable[[int], bool]) -> None:
+    def __init__(self, dial: Callable[[Reconnect, Deadline], None], linked: Callable[[Reconnect], bool]) -> None:
         super().__init__("llm-datadist-redial", 1, self._attempt)
         self._dial_once = dial
         self._linked = linked
@@ -281,6 +283,7 @@ class Reconnector(RetryQueue[Reconnect]):
         if reconnect.peer_ended():
             logger.info("%s is not dialled again: its process has ended", link.peer)
         else:
+            self.drop_older(link)
             try:
                 if self.add(reconnect):
                     logger.info("%s is being dialled again at %s", link.peer, show_address(link.origin.address))
@@ -289,6 +292,11 @@ class Reconnector(RetryQueue[Reconnect]):
                 logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, named(error))
         reconnect.close()
         return None
+
+    def drop_older(self, link: Link) -> None:
+        """Drop waiting dials of earlier links to that cluster. This one may be lost already: its own dial stays."""
+        cluster_id, sequence = link.peer.cluster_id, link.origin.sequence
+        self._drop(lambda each: each.owner == cluster_id and each.sequence < sequence, hang_up=False)
 
     def unlink(self, cluster_id: int, deadline: Deadline) -> None:
         """Give up a cluster; wait for its attempt until the deadline."""
@@ -308,7 +316,7 @@ class Reconnector(RetryQueue[Reconnect]):
                 reason=each.reason,
             )
             for each in attempts
-            if not self._linked(each.peer.cluster_id)  # its attempt has succeeded
+            if not self._linked(each)  # its attempt has succeeded
         )
 
     def story(self, cluster_id: int) -> str:
@@ -322,7 +330,7 @@ class Reconnector(RetryQueue[Reconnect]):
     def _attempt(self, reconnect: Reconnect) -> bool:
         """Dial once; return True to repeat."""
         try:
-            if self._linked(reconnect.peer.cluster_id):
+            if self._linked(reconnect):
                 return False
             if reconnect.peer_ended():
                 raise LinkRefused("its process has ended", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
