@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -67,8 +67,9 @@ def make_cache(world: World, key: BlocksCacheKey | None) -> None:
         words[:] = _POISON
 
 
-#: So many times as many steps without a wrong byte are no bad luck.
+#: So many times as many steps without what must come, a wrong byte or a kind of steps, are no bad luck.
 _UNLUCKY: Final = 12
+_MUST_COME: Final = {"owner": ("given", "renewed"), "reader": ("pulled", "released", "ended")}
 #: Among the counts of what an end did: bytes.
 _WRONG: Final = "wrong bytes"
 
@@ -234,15 +235,18 @@ class Churn(Report):
         self.steps += found.total()
         self.outcomes.update({f"{who} {name}": count for name, count in found.items()})
 
+    def missing(self) -> list[str]:
+        kinds = (f"{who} {what}" for who, each in _MUST_COME.items() for what in each)
+        return [kind for kind in kinds if not self.outcomes[kind]]
+
     def line(self) -> str:
         return f"{self.name:9}  {self.steps:8}  {self.seconds:7.1f}  {self.wrong_bytes:5}  {super().line()}"
 
 
 def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> Churn:
-    """Run until all ends together have done so many steps.
+    """Run until all ends together have done so many steps, or more, until each kind has come that must.
 
-    Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes, and takes more steps
-    until it has.
+    Without ``guarded`` the readers pull as if there were no grants: that must find wrong bytes.
     """
     report = Churn(transport, asked)
     pool = 2 * _TENSORS * _ROWS * _BLOCK_WORDS * 8
@@ -253,9 +257,12 @@ def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> C
         readers = {number: _born(processes, transport, number, *first) for number in _READERS}
         killed = time.monotonic()
         while True:
-            found = sum((each.do(counts) for each in (owner, *readers.values())), Counter[str]())
-            steps, wrong = report.steps + found.total(), report.wrong_bytes + found[_WRONG]
-            if steps >= (asked if guarded or wrong else _UNLUCKY * asked):
+            now = replace(report, outcomes=report.outcomes.copy())
+            now.add(owner.do(counts), "owner")
+            for each in readers.values():
+                now.add(each.do(counts), "reader")
+            come = not now.missing() if guarded else now.wrong_bytes > 0
+            if now.steps >= (asked if come else _UNLUCKY * asked):
                 break
             time.sleep(0.05)
             if time.monotonic() - killed > _KILL_EVERY_S:
@@ -273,9 +280,7 @@ def run(transport: str, asked: int, seed: int = 1, *, guarded: bool = True) -> C
             time.sleep(0.05)
         if left:
             report.faults.append(f"left at the owner: {left}")
-        for what in ("reader pulled", "reader released", "owner given", "owner renewed", "reader ended"):
-            if not report.outcomes[what]:
-                report.faults.append(f"never: {what}")
+        report.faults += [f"never: {kind}" for kind in report.missing()]
     return report
 
 
