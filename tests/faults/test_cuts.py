@@ -133,12 +133,12 @@ def test_a_control_connection_that_is_harmed_ends_the_question_in_time_and_the_l
     """The link that is cut or garbled ends at once, the one that carries nothing after the beats."""
     silent = harm in ("drop", "stall")
     relayed.prompt.do(make, "rows", BIG, 1)
+    target = relayed.decoder.do(make, "rows", TARGET, 2)
     assert relayed.link() == SUCCESS
     # What is dialled again after the loss comes to nothing: this is about the link that is harmed.
     relayed.relay.plan("control", "up", Fault("reset"))
     # The next frame's header is hit, whoever's it is: a beat's or the question's.
     assert relayed.relay.now("control", direction, HARM[harm](0)) == 1
-    target = relayed.decoder.do(make, "rows", TARGET, 2)
     error = error_of(relayed, relayed.decoder, "pull_cache", KEY, Use("rows"), 1)
     same_bytes(relayed.decoder.do(show, "rows"), target)
     if silent:
