@@ -227,9 +227,9 @@ def test_the_dial_of_an_earlier_link_gives_way_to_that_of_a_later(attempts: Atte
 
 
 @pytest.mark.usefixtures("now")
-@pytest.mark.parametrize("meant", [False, True], ids=["lost", "unlinked"])
+@pytest.mark.parametrize("second", ["loses", "ends", "loses, then the cluster is unlinked"])
 def test_a_loss_that_two_threads_notice_is_dialled_again_unless_one_unlinks(
-    meant: bool, monkeypatch: pytest.MonkeyPatch
+    second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second thread ends the link between two steps of the first, whose link the table has until then."""
     manager = LinkManager(Mock(ControlLoop), Mock(Endpoint), Mock(max_links=9), {}, Mock(), Mock())
@@ -241,13 +241,15 @@ def test_a_loss_that_two_threads_notice_is_dialled_again_unless_one_unlinks(
         monkeypatch.setattr(manager._reconnector, "begin", begin)
         reconnect = begin(lost_link)
         told.append(manager.reconnects())
-        manager.end(lost_link, "noticed by the second", lost=not meant)
+        manager.end(lost_link, "noticed by the second", lost=second != "ends")
+        if "unlinked" in second:
+            manager._table.refuse_reconnects(7)
         return reconnect
 
     monkeypatch.setattr(manager._reconnector, "begin", begin_beside_another)
     try:
         manager.end(link, "noticed by the first", lost=True)
-        assert [len(each) for each in (*told, manager.reconnects())] == [1, 0 if meant else 1]
+        assert [len(each) for each in (*told, manager.reconnects())] == [1, 1 if second == "loses" else 0]
     finally:
         manager._reconnector.stop()
 

@@ -107,15 +107,22 @@ class RetryQueue(Generic[A]):
         self._stopped = False
 
     def add(self, attempt: A) -> bool:
-        """Queue; return False if stopped or a duplicate. Raises LinkRefused if no thread can start."""
+        """Queue, in place of its duplicates; return False if stopped or a duplicate itself.
+
+        Raises LinkRefused if no thread can start.
+        """
         with self._changed:
             if self._stopped or attempt.duplicates(self._waiting):
                 return False
             if self._running < min(self._limit, len(self._waiting) + len(self._current) + 1):
                 self._start_thread()
-            heapq.heappush(self._waiting, attempt)
+            replaced = [each for each in self._waiting if each.duplicates([attempt])]
+            self._waiting = [attempt, *(each for each in self._waiting if each not in replaced)]
+            heapq.heapify(self._waiting)
             self._changed.notify_all()
-            return True
+        for each in replaced:
+            each.close()
+        return True
 
     def _start_thread(self) -> None:
         name = self._name if self._limit == 1 else f"{self._name}_{self._started}"
@@ -135,8 +142,8 @@ class RetryQueue(Generic[A]):
         self._drop(lambda each: each.owner == owner, hang_up=True)
 
     def discard(self, attempt: A) -> None:
-        """Drop one attempt if it waits."""
-        self._drop(lambda each: each is attempt, hang_up=False)
+        """Drop one attempt, also in progress."""
+        self._drop(lambda each: each is attempt, hang_up=True)
 
     def _drop(self, unwanted: Callable[[A], bool], *, hang_up: bool) -> None:
         with self._changed:
@@ -247,7 +254,9 @@ class Reconnect(Attempt):
         self.due = time.monotonic() + _jittered(self.delay)
 
     def duplicates(self, waiting: Sequence[Attempt]) -> bool:
-        return any(each.owner == self.owner for each in waiting)
+        """Return True if one waits for that cluster, of the same link or a later one."""
+        others = (each for each in waiting if isinstance(each, Reconnect) and each.owner == self.owner)
+        return any(each.sequence >= self.sequence for each in others)
 
     def close(self) -> None:
         watch, self._watch = self._watch, None
@@ -283,7 +292,6 @@ class Reconnector(RetryQueue[Reconnect]):
         if reconnect.peer_ended():
             logger.info("%s is not dialled again: its process has ended", link.peer)
         else:
-            self.drop_older(link)
             try:
                 if self.add(reconnect):
                     logger.info("%s is being dialled again at %s", link.peer, show_address(link.origin.address))

@@ -162,6 +162,9 @@ class LinkTable:
         with self._changed:
             _remember(self._unlinked, cluster_id, None)
 
+    def refuses_reconnects(self, cluster_id: int) -> bool:
+        return cluster_id in self._unlinked
+
     def note(self, cluster_id: int, what: str, why: LLMException | str) -> None:
         """Remember the fate of a link for :meth:`past`."""
         with self._changed:  # a copy: an exception keeps frames and their objects
