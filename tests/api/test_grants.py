@@ -138,6 +138,16 @@ def test_blocks_used_again_under_a_reader_are_never_a_success(mapped_pair: Pair,
         same_bytes([got], [was])
 
 
+def test_a_grant_finds_the_cache_to_which_its_key_is_bound_now(pair: Pair) -> None:
+    """The reader has kept the place of the cache that the key named before."""
+    both(pair, PAGED)
+    pair.decoder.do(pull, pair.prompt.do(grant, [1]), [1], [1])
+    pair.prompt.do(forget, "kv")
+    src, dst = pair.prompt.do(make, "kv", PAGED, 8), pair.decoder.do(refill, "kv", 2)
+    pair.decoder.do(pull, pair.prompt.do(grant, [2]), [2], [3])
+    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(3, 2)]))
+
+
 def test_a_grant_of_an_owner_that_does_not_answer_has_ended_where_its_guard_says_so(shm_pair: Pair) -> None:
     _, dst = both(shm_pair, PAGED, sync_kv_timeout=300)
     data = shm_pair.prompt.do(grant, [1])

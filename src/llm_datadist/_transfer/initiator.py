@@ -137,6 +137,8 @@ class Initiator:
         key = op.name, op.push
         for attempt in range(_ATTEMPTS):
             cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else _predicted(link, op))
+            if cached is not None and op.grant is not None and cached.cache_id != op.grant.cache_id:
+                cached = None  # the key may have been bound to the grant's cache since
             remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
