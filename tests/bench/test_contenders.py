@@ -58,7 +58,7 @@ OPS: Final = {
     "memcpy": _BETWEEN | _INSIDE,
     "memcpy-nt": _BETWEEN | _INSIDE,
     "cma": _BETWEEN,
-    "tcp-raw": {Op.PULL, Op.PUSH},
+    "tcp-raw": _BETWEEN,
     "nixl": _BETWEEN,
     "nixl-prepared": _BETWEEN,
     "nixl-tcp": _BETWEEN,

@@ -192,7 +192,7 @@ def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str
     elif request.op in MOVES:
         names = _USUAL[transport]
     elif request.op is Op.LATENCY:
-        names = ("nixl",) if transport in _BETWEEN_HOSTS else ("nixl", "nixl-prepared")
+        names = ("tcp-raw", "nixl") if transport in _BETWEEN_HOSTS else ("nixl", "nixl-prepared")
     if transport in _BETWEEN_HOSTS:
         names = tuple("nixl-tcp" if name == "nixl" else name for name in names)
     names = tuple(dict.fromkeys(names))

@@ -88,9 +88,12 @@ def _times(row: Row) -> dict[str, str]:
         "p90 us": _us(row.seconds_p90),
         "p99 us": _us(row.seconds_p99),
         "a tensor us": _us(row.seconds_median / row.tensors) if row.op == Op.ALLOC else "",
-        "peer": row.peer or row.limit or "",
-        "peer p50 us": _us(row.peer_seconds_median if row.peer else row.limit_seconds_median),
-        "x peer": _number(row.ratio_to_peer if row.peer else row.ratio_to_limit),
+        "limit": row.limit or "",
+        "limit p50 us": _us(row.limit_seconds_median),
+        "x limit": _number(row.ratio_to_limit),
+        "peer": row.peer or "",
+        "peer p50 us": _us(row.peer_seconds_median),
+        "x peer": _number(row.ratio_to_peer),
     }
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _KIB: Final = 1024
 _SIZES: Final = tuple(size * _KIB for size in (4, 16, 64, 256, 1024))
 _FEW_SIZES: Final = tuple(size * _KIB for size in (4, 64, 1024))
-_COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
+#: Blocks of the pulls of 4 KiB that show what a call costs.
+COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
 _SMALLEST_SET: Final = 1 << 20
 #: Bytes for each moved byte: three contenders, source and destination, twice the moved blocks.
 _MEMORY_PER_SET: Final = 3 * 2 * 2
@@ -61,8 +62,8 @@ def _all(request: Request) -> Iterator[Case]:
             cases = cases_of(replace(half, op=op, block_bytes=size))
             # A row of a continuous cache is a whole sequence, never 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
-    for blocks in _COUNTS:
-        last = blocks == _COUNTS[-1]
+    for blocks in COUNTS:
+        last = blocks == COUNTS[-1]
         if last or blocks * _SIZES[0] <= request.set_bytes:
             asked = replace(whole, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
             yield from cases_of(replace(asked, op=Op.PULL, passes=1 if last else _PASSES))
@@ -129,7 +130,7 @@ def _floors_between(rows: Sequence[Row]) -> Iterator[Floor]:
         for op in (Op.PULL, Op.PUSH):
             for size in _SIZES if op is Op.PULL else _FEW_SIZES:
                 ratios = [row.ratio_to_limit for row in _of(rows, op, transport, size)]
-                wanted = 0.9 if transport != "tcp" else 0.85 if size >= _TCP_LARGE else 0.7
+                wanted = 0.9 if transport != "tcp" else 0.85 if size >= _TCP_LARGE else 0.75
                 yield Floor(f"{op} over {transport}, {size // _KIB} KiB, of the limit", _worst(ratios), wanted)
     for transport, peer, size, wanted in (
         ("shm", "nixl", 4, 10.0),
@@ -141,8 +142,19 @@ def _floors_between(rows: Sequence[Row]) -> Iterator[Floor]:
         *(("tcp", "mooncake", size // _KIB, 1.5) for size in _SIZES),
     ):
         yield _beside(rows, Op.PULL, transport, size, peer, wanted)
-    yield _beside(rows, Op.PUSH, "tcp", 1024, "nixl-tcp", 0.85)
+    yield _beside(rows, Op.PUSH, "tcp", 1024, "nixl-tcp", 1.0)
+    for op in (Op.PULL, Op.PUSH):
+        for size in _SIZES if op is Op.PULL else _FEW_SIZES:
+            cpu = [_cpu_ratio(row) for row in _of(rows, op, "tcp", size)]
+            worst = max((each for each in cpu if each is not None), default=None)
+            what = f"{op} over tcp, {size // _KIB} KiB, CPU time in that of the limit"
+            yield Floor(what, worst, 1.15, at_most=True)
     yield from (_beside(rows, Op.PUSH, "tcp", size // _KIB, "mooncake", 1.5) for size in _FEW_SIZES)
+
+
+def _cpu_ratio(row: Row) -> float | None:
+    ours, limit = row.cpu_seconds_per_gib, row.limit_cpu_seconds_per_gib
+    return ours / limit if ours and limit else None
 
 
 def _beside(rows: Sequence[Row], op: Op, transport: str, size: int, peer: str, wanted: float) -> Floor:
@@ -161,12 +173,15 @@ def _floors_inside(rows: Sequence[Row]) -> Iterator[Floor]:
 
 
 def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
-    for transport, peer, wanted in (("shm", "nixl", 1.0), ("cma", "nixl", 1.0), ("tcp", "nixl-tcp", 1.5)):
+    for transport, peer, wanted in (("shm", "nixl", 0.95), ("cma", "nixl", 1.2), ("tcp", "nixl-tcp", 1.5)):
         idle = [row for row in rows if row.op == Op.LATENCY and row.busy is None and row.transport == transport]
         single = [1 / row.ratio_to_peer for row in idle if row.peer == peer and row.ratio_to_peer]
         what = f"pull of one 64 KiB block over {transport}, p50"
         yield Floor(f"{what}, in that of {peer}", max(single, default=None), wanted, at_most=True)
         if transport == "tcp":
+            raw = [1 / row.ratio_to_limit for row in idle if row.ratio_to_limit]
+            asked = max(raw, default=None)
+            yield Floor(f"{what}, in that of a raw request and answer", asked, 1.25, at_most=True)
             spread = [row.seconds_p90 / row.seconds_median for row in idle if row.call == "pull_blocks"]
             yield Floor("the same, p90 in p50", max(spread, default=None), 2.0, at_most=True)
     for transport, micros in (("shm", 100.0), ("tcp", 200.0)):
@@ -180,7 +195,7 @@ def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
     counted = [
         1 / row.ratio_to_limit
         for row in rows
-        if row.op == Op.PULL and row.blocks in _COUNTS and row.block_bytes == _SIZES[0] and row.ratio_to_limit
+        if row.op == Op.PULL and row.blocks in COUNTS and row.block_bytes == _SIZES[0] and row.ratio_to_limit
     ]
     yield Floor("4 KiB blocks, 10^2 to 10^6, time in memcpy's", max(counted, default=None), 1.5, at_most=True)
     allocated = [row.seconds_median * 1e6 / row.tensors for row in rows if row.op == Op.ALLOC]
@@ -205,7 +220,7 @@ def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
     return [
         row
         for row in rows
-        if (row.op, row.transport, row.block_bytes) == (op, transport, size) and row.blocks not in _COUNTS
+        if (row.op, row.transport, row.block_bytes) == (op, transport, size) and row.blocks not in COUNTS
     ]
 
 

@@ -18,6 +18,7 @@ from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
+from llm_datadist.bench.summary import show_summary
 from llm_datadist.bench.workload import BenchMemory, Op
 from llm_datadist.cli import FAILED, USAGE_ERROR
 from llm_datadist.cli.usage import about
@@ -104,11 +105,11 @@ def bench(
 
 def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Path | None, *, suite: bool) -> int:
     try:
-        asked = standard(request) if suite else cases_of(request)
+        wanted = standard(request) if suite else cases_of(request)
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     with BenchReporter(sys.stderr) as reporter:
-        cases = prepare(asked, reporter, timeout)
+        cases = prepare(wanted, reporter, timeout)
         if not cases:
             reporter.say("nothing is left to run")
             return USAGE_ERROR
@@ -116,7 +117,9 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         results = run(cases, reporter, timeout)
     show_rows(results.rows, sys.stdout)
     if suite:
-        show_floors(floors(results.rows), sys.stdout)
+        asked = floors(results.rows)
+        show_floors(asked, sys.stdout)
+        show_summary(results.rows, asked, sys.stdout)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results.rows), indent=2) + b"\n")
     if plot_folder is not None:

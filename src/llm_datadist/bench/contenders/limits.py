@@ -236,21 +236,28 @@ _UNSENT: Final = (None, 512 << 10)
 _WAYS: Final = tuple(_Way(*each) for each in product(range(1, _STREAMS + 1), Wait, _UNSENT))
 _NO_BOUND: Final = (1 << 31) - 1
 _TRIALS: Final = 4
+_STEP: Final = struct.Struct("<I")
 
 
 class TcpRaw(Contender):
-    """One or two TCP streams without framing, in the fastest of twelve ways.
+    """One or two TCP streams without framing, in the fastest of twelve ways; of one block a request and its answer.
 
-    The first ``blocks`` rows of every tensor are sent; they are contiguous, so the block size makes no difference.
+    A stream sends the first ``blocks`` rows of every tensor: contiguous, so the block size makes no difference.
+    A request is the number of a step; requester and owner wait in blocking calls.
 
     Threads: ``bench-stream``, one for each stream except the destination's first.
     """
 
-    ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH)
+    ops: ClassVar[tuple[Op, ...]] = _BETWEEN
 
     def start(self) -> Facts:
-        tensors = private_tensors(self.workload)
+        here = self.workload
+        tensors = private_tensors(here)
         self.own(tensors)
+        self._answers = here.op is Op.LATENCY
+        if self._answers:
+            numbers = here.src_blocks if self.role is Role.SOURCE else here.dst_blocks
+            self._steps = RawBlocks.of(tensors, numbers).steps(here.blocks)
         nbytes = tensors[0].size // work.SPREAD
         middle = nbytes // 2
         self._parts = {
@@ -274,12 +281,19 @@ class TcpRaw(Contender):
             _prepare(stream)
             stream.connect((HOST, facts["port"]))
             stream.sendall(bytes([number]))
+        if self._answers:
+            return {"transport": "tcp", "way": "request and answer"}
         times: dict[_Way, float] = {}
         for _ in range(_TRIALS):  # in turns, because a machine's speed changes
             for self._way in _WAYS:
                 times[self._way] = min(self.timed(1)[0], times.get(self._way, math.inf))
         self._way = min(times, key=times.__getitem__)
         return {"transport": "tcp", "way": str(self._way)}
+
+    def transfer_one(self, index: int) -> None:
+        stream = self._streams[0]
+        stream.sendall(_STEP.pack(index))
+        stream_raw(stream, self._steps[index], send=False)
 
     def transfer(self) -> None:
         others = [self._threads.submit(self._move, number) for number in range(1, self._way.streams)]
@@ -299,6 +313,8 @@ class TcpRaw(Contender):
         stream_raw(stream, self._parts[way.streams][number], send=send, wait=way.wait)
 
     def verify(self, seed: int) -> bool:
+        if self._answers:
+            return super().verify(seed)
         if self.destination_views:
             work.verify_front(self.destination_views, self.workload, seed)
         return bool(self.destination_views)
@@ -321,6 +337,8 @@ class TcpRaw(Contender):
             self._streams.append(stream)
             _prepare(stream)
             [number] = stream.recv(1)
+            while self._answers and (asked := stream.recv(_STEP.size)):
+                stream_raw(stream, self._steps[_STEP.unpack(asked)[0]], send=True)
             # This sees the flag, or stop() the stream.
             while not self._stopping and (asked := stream.recv(1)):
                 sends = self.workload.op is Op.PULL
