@@ -80,8 +80,8 @@ class Blocks:
         memory = AddressRange(base, self._physical * block_bytes, writable=True)
         self._memory = memory.array().reshape(self._physical, block_bytes)
         self._tensors = (
-            Tensors(np.array([base], np.uint64), rows * block_bytes),
-            Tensors(np.array([self._source.ctypes.data], np.uint64), self._source.nbytes),
+            Tensors(np.array([base], np.uint64), rows * block_bytes).native,
+            Tensors(np.array([self._source.ctypes.data], np.uint64), self._source.nbytes).native,
         )
         self._gathered = np.zeros((min(count, self._physical // _SPREAD), block_bytes), np.uint8)
 

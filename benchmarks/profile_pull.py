@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
-from llm_datadist._native import OperationMeter, Timer, execute, parse_blocks
+from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
-from llm_datadist._transfer.initiator import TransferOp, _current
 from llm_datadist.cache_manager import CacheManager
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     layers, ours = arguments.layer_selection(None, None, 2), local.storage.tensors
     ends, far, near = remote.pair, remote.geometry, local.geometry
     plan = ends.block_planner(far, near, layers).plan(to, of)
-    pool, connection = engine._copy_pool, link_.connection
-    op = TransferOp(name, local, lambda _: plan, deadline, "", Timer(OperationMeter()))
+    pool, guards, native = engine._copy_pool, remote.guard_set, (ours.native, remote.tensors.native)
 
     def move() -> None:
         one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers)
@@ -99,10 +97,9 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
         "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.get(1)),
-        "    guards, before and after": lambda: [_current(link_, op, remote) for _ in range(2)],
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
-        "    read": lambda: connection.shared.read(plan, ours, remote.tensors, pool, deadline),
-        "      the copy itself": lambda: execute(plan, ours, remote.tensors, pool, deadline.expires_ns),
+        "    read": lambda: link_.connection.shared.read(plan, ours, remote.tensors, pool, deadline, guards),
+        "      guards and the copy itself": lambda: execute(plan, *native, pool, deadline.expires_ns, None, guards),
     }
 
 

@@ -49,7 +49,7 @@ class Step:
         return details[0] is self.detail if isinstance(self.detail, bool) else isinstance(details[0], self.detail)
 
 
-#: Every gate there is. "copy" and "write" are the two ways of step 9: a pull copies by the first, a push by the second.
+#: Every gate there is. A pull comes to "copy", a push to "write".
 STEPS: Final[dict[str, Step]] = {
     "call": Step(1, "initiator", "call", "nothing has been looked at"),
     "hold": Step(2, "initiator", "use", "the arguments were fine, nothing is held"),
@@ -60,13 +60,12 @@ STEPS: Final[dict[str, Step]] = {
     "target answered": Step(5, "target", "handled", "what had to be pinned is, and the answer is on its way", Resolve),
     "answer": Step(6, "initiator", "answer", "the answer has come, nothing of it has been mapped"),
     "resolved": Step(6, "initiator", "resolved", "the answer is mapped, nothing has been compared"),
-    "guards": Step(7, "initiator", "guards", "the guards have not been compared"),
-    "plan": Step(8, "initiator", "plan", "the guards were fine, there is no plan yet"),
-    "before copy": Step(9, "initiator", "copy", "there is a plan, no byte has moved", False),
-    "before write": Step(9, "initiator", "copy", "as before copy", True),
-    "deadline": Step(9, "initiator", "copy", "as before copy, and the call's time passes there", False, expire=True),
-    "write deadline": Step(9, "initiator", "copy", "as deadline", True, expire=True),
-    "after copy": Step(10, "initiator", "copied", "every byte has moved, the guards are not compared", False),
+    "plan": Step(7, "initiator", "plan", "there is no plan yet"),
+    "before copy": Step(8, "initiator", "copy", "there is a plan, the guards have not been compared", False),
+    "before write": Step(8, "initiator", "copy", "as before copy", True),
+    "deadline": Step(8, "initiator", "copy", "as before copy, and the call's time passes there", False, expire=True),
+    "write deadline": Step(8, "initiator", "copy", "as deadline", True, expire=True),
+    "after copy": Step(10, "initiator", "copied", "every byte has moved, and the guards were the same", False),
     "after write": Step(10, "initiator", "copied", "as after copy", True),
     "release": Step(11, "initiator", "send", "all is done, no release has been sent", Release),
     "consumed": Step(11, "initiator", "send", "a push is done, the target does not know it", Consumed),

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from llm_datadist.testing import PageTrap
+from tests.support.world import World
+
 
 def stop_inside_copy(pid: int, begun: Callable[[], bool], ended: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Stop a process as soon as a copy of it has begun; return True when that was before its end.
@@ -48,3 +51,17 @@ def peek(pid: int, address: int, nbytes: int) -> bytes:
         return os.pread(fd, nbytes, address)
     finally:
         os.close(fd)
+
+
+def set_trap(world: World, name: str, tensor: int, offset: int) -> bool:
+    """Trap the page of a byte of a cache; return True if system calls stop there, too."""
+    world.memory["trap"] = trap = PageTrap(world.caches[name].tensor_addrs[tensor] + offset)
+    return trap.kernel_too
+
+
+def trapped(world: World) -> bool:
+    return bool(world.memory["trap"].wait(0))
+
+
+def release(world: World) -> None:
+    world.memory.pop("trap").release()

@@ -23,12 +23,14 @@ import pytest
 from msgspec.structs import replace as replace_fields
 
 from faults.gated import stopped
+from faults.midcopy import release, set_trap, trapped
 from faults.relay import Relay, Rewriter
 from faults.strangers import listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
 from llm_datadist._links import handshake, versions
 from llm_datadist._links.messages import Hello, Message
 from llm_datadist.config import INSECURE_VARIABLE
+from llm_datadist.testing.page_trap import trap_denied
 from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
 from tests.support.ends import Call, ChildEnd, Family, LocalEnd, freeze, frozen, one_family
@@ -337,9 +339,17 @@ def _(stage: Stage) -> None:
 
 @scene("during the copy")
 def _(stage: Stage) -> None:
-    pair = stage.pair()
+    if (denied := trap_denied()) is not None:
+        pytest.skip(f"no page can be trapped here: {denied}")
+    large = Spec(rows=8, stride=1 << 20, blocks=True)
+    pool = f'{{"memory_size": {64 << 20}, "page_shift": 16}}'
+    pair = stage.pair(source=replace(large, blocks_key=BLOCKS), target=large, mem_pool_cfg=pool)
     with stopped(pair.decoder, "before copy", stage.folder, *PULL) as pull:
+        pair.decoder.do(set_trap, "kv", large.tensors - 1, PULL[-1][-1] << 20)
+        pull.gate.open()
+        wait_until(lambda: pair.decoder.do(trapped))
         pair.prompt.do(forget, "kv")
+        pair.decoder.do(release)
         stage.fails(pull.finish)
 
 
@@ -385,7 +395,7 @@ def _(stage: Stage) -> None:
             owner.do(forget, "kv")
             stage.printed.append(f"quarantined_bytes={owner.do(statistics).quarantined_bytes}")
             assert owner.do(statistics).quarantined_bytes > 0
-        with pytest.raises(errors.TransferFailed):
+        with pytest.raises(errors.CacheNotFound):
             push.finish()
     wait_until(lambda: owner.do(statistics).quarantined_bytes == 0)
 

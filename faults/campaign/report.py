@@ -39,12 +39,11 @@ _PUSHED: Final = {"before write", "after write", "consumed", "target consumed"}
 def expected(epoch: Epoch) -> set[str]:
     """Return the steps to which every finished epoch comes where the transport is forced.
 
-    A step that no call comes to is tested no more, whatever the gates of a campaign are set to. Over tcp the owner of
-    the memory compares the guards.
+    A step that no call comes to is tested no more, whatever the gates of a campaign are set to.
     """
     if epoch.transport not in ("shm", "cma", "tcp"):
         return set()
-    return _EVERY_KIND | (_PUSHED if epoch.rca else _PINNED) | (set() if epoch.transport == "tcp" else {"guards"})
+    return _EVERY_KIND | (_PUSHED if epoch.rca else _PINNED)
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:

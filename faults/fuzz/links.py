@@ -233,7 +233,7 @@ def _open_one(engine: Engine, link: Link, forge: Forge, verdicts: Verdicts) -> N
             verdicts.refuse("another message")
             return
         remote = open_answer(link, answer, "fuzz", push=forge.rng.random() < 0.3)
-        if not remote.tensors.remote_guards:
+        if remote.guard_set is not None:
             remote.tensors.connection.guards_unchanged(remote.guard_set)
     except LLMException as error:
         verdicts.refuse(error)

@@ -250,7 +250,7 @@ class Reader(Client):
         "read": 12, "read_twice": 2, "read_late": 2, "read_handed_over": 2, "give_back": 2,
         "read_given_back": 1, "forget": 1, "reopen": 1,
     }  # fmt: skip
-    gates: ClassVar = ("guards", "copy", "copied", "send", "sent")
+    gates: ClassVar = ("copy", "copied", "send", "sent")
 
     def look(self) -> tuple[Hit, list[bytes], list[int]] | None:
         keys, blocks = self.choose()

@@ -18,7 +18,7 @@ from tests.support.world import World
 
 #: Steps at which a store can be stopped: of its pulls, of its control thread, and "tell": its index has changed, which
 #: nobody can have seen yet, and its event is not told.
-STEPS: Final = ("ask", "answer", "guards", "copy", "copied", "handle", "handled", "tell")
+STEPS: Final = ("ask", "answer", "copy", "copied", "handle", "handled", "tell")
 _NOBODY: Final = bytes(32)
 
 

@@ -71,7 +71,7 @@ SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed 
 
 def frames_of(target: str) -> int:
     """Return its share, and no fewer than make what is asserted likely."""
-    return max(math.ceil(FRAMES * TARGETS[target][0]), 10_000 if target in ALL_TAKEN else 300)
+    return max(math.ceil(FRAMES * TARGETS[target][0]), 10_000 if target in {*ALL_TAKEN, "answers"} else 300)
 
 
 @pytest.fixture

@@ -41,13 +41,9 @@ def check(pair: Pair, source: list[Any], target: list[Any], *, push: bool) -> No
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
-@pytest.mark.parametrize("step", [name for name in INITIATOR if name not in {*LATE, "guards"}])
+@pytest.mark.parametrize("step", [name for name in INITIATOR if name not in LATE])
 def test_an_initiator_stops_at_the_gate_and_goes_on(pair: Pair, step: str, tmp_path: Path) -> None:
     stops(pair, step, tmp_path)
-
-
-def test_an_initiator_that_reads_the_guards_by_itself_stops_before_it_does(mapped_pair: Pair, tmp_path: Path) -> None:
-    stops(mapped_pair, "guards", tmp_path)
 
 
 def stops(pair: Pair, step: str, tmp_path: Path) -> None:
@@ -88,7 +84,8 @@ def test_there_is_a_gate_at_every_step_of_walk_1() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     walk = text[text.index("## Walk 1") : text.index("## Walk 2")]
     numbers = {int(row) for row in re.findall(r"^\| (\d+) \|", walk, re.MULTILINE)}
-    assert {step.number for step in STEPS.values()} == numbers
+    inside = {9}  # of one native call: a page trap stops there
+    assert {step.number for step in STEPS.values()} | inside == numbers
     targets = {step.number for step in STEPS.values() if step.end == "target"}
     assert targets == {n for n in numbers if f"| {n} | P " in walk}
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faults.midcopy import frozen, peek, stop_inside_copy
+from faults.midcopy import frozen, peek, release, set_trap, stop_inside_copy, trapped
 from llm_datadist import CacheKey
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.views import tensor_views
@@ -21,19 +21,6 @@ KEY = CacheKey(1, 10)
 MIB = 1 << 20
 BIG = Spec(tensors=4, rows=2, stride=2 * MIB, keys=(KEY,))
 PATIENT = {"llm.PeerTimeout": "600"}
-
-
-def set_trap(world: World, name: str, tensor: int, offset: int) -> None:
-    """Trap the page of a byte of a cache."""
-    world.memory["trap"] = PageTrap(world.caches[name].tensor_addrs[tensor] + offset)
-
-
-def trapped(world: World) -> bool:
-    return bool(world.memory["trap"].wait(0))
-
-
-def release(world: World) -> None:
-    world.memory.pop("trap").release()
 
 
 def address(world: World, name: str, tensor: int) -> int:

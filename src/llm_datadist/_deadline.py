@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from llm_datadist._native import deliver_signals
+from llm_datadist._native import NO_DEADLINE, deliver_signals
 from llm_datadist.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Deadline:
         self.budget_ms = budget_ms
         self.cancelled = bytearray(1) if cancellable else None
         self._started_ns = time.monotonic_ns()
-        self.expires_ns = self._started_ns + budget_ms * _NS_PER_MS
+        self.expires_ns = min(self._started_ns + budget_ms * _NS_PER_MS, NO_DEADLINE)
 
     def remaining(self) -> float:
         """Return the seconds left, at least 0."""

@@ -1,9 +1,11 @@
 """Pulls and pushes by row and by block: one move per row of a table, every byte of both caches compared with a NumPy
 twin (interface §6.10 to §6.13). The arithmetic of ranges: tests/unit/test_layout.py."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -237,3 +239,35 @@ def _random_blocks(pair: Pair, method: str, tensors: int, rows: tuple[int, int],
 @pytest.mark.parametrize("scene", [(each, True) for each in TRANSPORTS], indirect=True, scope="module", ids=TRANSPORTS)
 def test_r26_random_blocks_of_random_shapes(scene: Pair) -> None:
     _random_blocks(scene)
+
+
+def _frames(world: World) -> list[str]:
+    """Pull a block five times; return the Python functions that the last pull called."""
+    called: list[str] = []
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    pull = partial(world.cm.pull_blocks, BLOCKS, world.caches["kv"], [3], [5])
+    for _ in range(4):
+        pull()
+    sys.setprofile(record)
+    try:
+        pull()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+@pytest.mark.parametrize("scene", [("shm", True)], indirect=True, scope="module")
+def test_a_warm_pull_of_a_block_calls_few_python_functions(scene: Pair) -> None:
+    """docs/notes/one-pull.md says what a frame costs."""
+    scene.prompt.do(make, "kv", PAGED, 1)
+    scene.decoder.do(make, "kv", OWN_BLOCKS, 2)
+    try:
+        called = scene.decoder.do(_frames)
+    finally:
+        scene.decoder.do(_give_back, OWN_BLOCKS)
+        scene.prompt.do(_give_back, PAGED)
+    assert len(called) <= 45, called

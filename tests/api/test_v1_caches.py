@@ -282,14 +282,14 @@ def test_memory_that_is_deallocated_under_a_reader_waits_for_it(local_pair: Pair
     prompt, decoder = local_pair.start(**DIRECT)
     prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     decoder.do(kv_make, "kv", desc(), 2, (), True)
-    args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and moved nothing
+    args = ("pull_blocks", BLOCKS, Use("kv"), [0, 1], [2, 3])  # stops when it has announced itself and compared nothing
     decoder.do(begin_there, "pull", gated_call_v1, 1, "before copy", tmp_path, *args)
     gate = Gate(tmp_path)
     gate.wait()
     prompt.do(kv_call, "deallocate_cache", Use("kv"))
     assert (prompt.do(picture).caches.live, prompt.do(picture).quarantined_bytes) == (0, NBYTES)
     gate.open()
-    assert isinstance(decoder.do(result_there, "pull"), errors.TransferFailed)
+    assert isinstance(decoder.do(result_there, "pull"), errors.CacheNotFound)
     wait_until(lambda: prompt.do(picture).quarantined_bytes == 0)
     assert prompt.do(picture).pools[0].used_bytes == 0
 

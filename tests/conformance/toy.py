@@ -109,7 +109,7 @@ def _serve(plan: Plan, granted: MoveReply, request: Ask) -> Said:
         return Said(CHANGED, "a guard has changed", b"")
     packing, buffer = _packed(plan, request.data if request.write else None)
     dst, src = (granted.tensors, buffer) if request.write else (buffer, granted.tensors)
-    execute(packing(dst=not request.write), dst, src, None, NO_DEADLINE)
+    execute(packing(dst=not request.write), dst.native, src.native, None, NO_DEADLINE)
     if not _current(granted):
         return Said(TORN, "a guard changed meanwhile", b"")
     return Said(0, "", b"" if request.write else buffer.memory.tobytes())
@@ -169,7 +169,7 @@ class ToyConnection(ServedConnection):
                 raise transfer.timeout(done)
             packing, buffer = _packed(part, None)
             if write:
-                execute(packing(dst=True), buffer, local, None, NO_DEADLINE)
+                execute(packing(dst=True), buffer.native, local.native, None, NO_DEADLINE)
             meta = encode_request(remote.handle, remote.extent, part, write)
             said = self._asked(transfer, Ask(meta, write, buffer.memory.tobytes() if write else b""), done)
             if said.code:
@@ -177,7 +177,7 @@ class ToyConnection(ServedConnection):
                 raise refusal(outcome, transfer.progress(done), untouched=said.code != TORN and not done)
             if not write:
                 packing, buffer = _packed(part, said.data)
-                execute(packing(dst=False), local, buffer, None, NO_DEADLINE)
+                execute(packing(dst=False), local.native, buffer.native, None, NO_DEADLINE)
             done += part.nbytes
 
     def _asked(self, transfer: Transfer, request: Ask, done: int) -> Said:

@@ -55,9 +55,9 @@ class Ends:
         self._next.close()
 
 
-def steps(transport: str, *, push: bool) -> list[str]:
-    """Return the steps that a transfer of that kind comes to; over tcp the owner of the memory compares the guards."""
-    others = TIMED | (PULL_ONLY if push else PUSH_ONLY) | ({"guards"} if transport == "tcp" else set())
+def steps(*, push: bool) -> list[str]:
+    """Return the steps that a transfer of that kind comes to."""
+    others = TIMED | (PULL_ONLY if push else PUSH_ONLY)
     return [step for step in STEPS if step not in others]
 
 
@@ -71,7 +71,7 @@ def cases(choose: Callable[[list[str]], list[str]]) -> list[Any]:
         pytest.param((transport, push), step, id=f"{transport}-{'push' if push else 'pull'}-{step}")
         for transport in TRANSPORTS
         for push in (False, True)
-        for step in choose(steps(transport, push=push))
+        for step in choose(steps(push=push))
     ]
 
 

@@ -59,13 +59,14 @@ struct Guards : rl::test_suite<Guards, 3> {
     }
 
     void caller() {
-        // _attempt (_transfer/initiator.py): `if not _current(link, op, remote):`
+        // execute_plan (_native.cpp): `if (guards && !guards->unchanged()) return changed_before;`
         if (load_generation() != promised) return;
-        // _attempt (_transfer/initiator.py): `self._copy(link, op, remote, plan)`
+        // execute_plan (_native.cpp): `static_cast<std::int64_t>(move(per_pair, stop))`
         const int callers_byte = bytes[0].load(rl::memory_order_relaxed);
         // done (chunks.hpp): `done_.load(std::memory_order_acquire)`
         if (done.load(rl::memory_order_acquire) != 1) return;  // a schedule where the helper is not done yet
-        // unchanged (guards.hpp): `if (load_generation(base + slot * slot_bytes_) != generation) return false;`
+        // current (guards.hpp): `if (load_generation(guard.address) != guard.generation) return false;`
+        // execute_plan (_native.cpp): `!guards->unchanged() ? changed_during : done`
         if (kept(5) && load_generation() != promised) return;
         RL_ASSERT(callers_byte == old_byte);
         RL_ASSERT(helpers_byte($) == old_byte);

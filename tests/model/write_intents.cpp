@@ -84,7 +84,7 @@ struct WriteIntents : rl::test_suite<WriteIntents, 3> {
         if (!kept(3) && !current(guard)) return;
         // _attempt (_transfer/initiator.py): `intent = _announce(link, op, remote)`
         if (!announce(slot, guard)) return;
-        // _attempt (_transfer/initiator.py): `if not _current(link, op, remote):`
+        // execute_plan (_native.cpp): `if (guards && !guards->unchanged()) return changed_before;`
         if (!kept(3) || current(guard)) bytes[slot][guard]($) = 1;
         // _attempt (_transfer/initiator.py): `intent.end()`
         retract(slot);

@@ -54,7 +54,7 @@ _WRONG: Final = """
 import numpy as np
 from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, plan_row
 dst, src = (np.zeros(nbytes, np.uint8) for nbytes in (4096, 8192))
-ends = (Tensors(np.array([each.ctypes.data], np.uint64), 8192) for each in (dst, src))
+ends = (Tensors(np.array([each.ctypes.data], np.uint64), 8192).native for each in (dst, src))
 execute(Plan(0, 0, 1, plan_row(0, 0, 8192), False, 8192), *ends, None, NO_DEADLINE)
 """
 

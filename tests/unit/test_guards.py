@@ -159,7 +159,7 @@ def test_promises_hold_until_one_of_them_is_void_and_none_is_outside_the_table(t
     where = (table.segment.address, table.segment.nbytes)
 
     def unchanged(*promises: tuple[int, int]) -> bool:
-        return GuardSet(list(promises), SLOT_BYTES).unchanged(*where)
+        return GuardSet(list(promises), SLOT_BYTES, *where).unchanged()
 
     promises = [(each.slot, each.generation) for each in (first, second)]
     assert unchanged(*promises)

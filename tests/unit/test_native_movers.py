@@ -24,8 +24,11 @@ from numpy.typing import NDArray
 from llm_datadist import _native as native
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import (
+    CHANGED_BEFORE,
+    CHANGED_DURING,
     NO_DEADLINE,
     CopyPool,
+    GuardSet,
     Plan,
     ProcessMemory,
     Tensors,
@@ -38,6 +41,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.testing.scene import tensors_over
 from tests.support import twin
+from tests.support.moves import same_bytes
 from tests.support.users import USER, become
 
 from .holder import COOKIE, Holder, in_a_forked_child
@@ -77,14 +81,17 @@ class Mover:
         pool: CopyPool | None = None,
         deadline_ns: int = NO_DEADLINE,
         cancelled: bytearray | None = None,
+        guards: GuardSet | None = None,
         *,
         write: bool = False,
     ) -> int:
+        local, remote = near.native, far.native
         if (holder := self.holder) is None:
-            return execute(plan, *((far, near) if write else (near, far)), pool, deadline_ns, cancelled)
+            dst, src = (remote, local) if write else (local, remote)
+            return execute(plan, dst, src, pool, deadline_ns, cancelled, guards)
         memory = ProcessMemory(holder.pid, holder.pidfd, holder.cookie_address, COOKIE, holder.canaries)
         verb = memory.write if write else memory.read
-        return verb(plan, near.native, far.native, pool, deadline_ns, cancelled)
+        return verb(plan, local, remote, pool, deadline_ns, cancelled, guards)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +120,7 @@ def check(plan: Plan, dst: list[twin.Bytes], src: list[twin.Bytes], pool: CopyPo
     expected_dst = [tensor.copy() for tensor in dst]
     expected_src = expected_dst if alias else [tensor.copy() for tensor in src]
     twin.execute(plan, expected_dst, expected_src)
-    assert execute(plan, twin.tensors_of(dst), twin.tensors_of(src), pool, NO_DEADLINE) == plan.nbytes
+    assert execute(plan, twin.tensors_of(dst).native, twin.tensors_of(src).native, pool, NO_DEADLINE) == plan.nbytes
     for tensor, expected in zip([*dst, *src], [*expected_dst, *expected_src], strict=True):
         assert np.array_equal(tensor, expected)
 
@@ -127,6 +134,35 @@ def check_both_ways(mover: Mover, plan: Plan, tensors: int, extent: int, pool: C
         assert mover.move(plan, twin.tensors_of(near), mover.place(far), pool, write=write) == plan.nbytes
         for tensor, expected in zip([*near, *mover.show()], [*want_near, *want_far], strict=True):
             assert np.array_equal(tensor, expected)
+
+
+# Guards
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_guards_are_compared_before_the_first_byte_and_after_the_last(mover: Mover, write: bool) -> None:
+    """The table of slots of 64 bytes lies in the near memory, where a read may change it."""
+    (near,), far = twin.noise(1, 1, 256), twin.noise(2, 1, 256)
+    there, generation = mover.place(far), int(near[64:72].view(np.uint64)[0])
+
+    def moved(at: int, shown: int) -> int:
+        guards = GuardSet([(1, shown)], 64, near.ctypes.data, near.size)
+        plan = twin.make_plan(np.array([[at, 128, 64]], np.uint64))
+        return mover.move(plan, twin.tensors_of([near]), there, None, guards=guards, write=write)
+
+    before = near.copy()
+    assert moved(0, generation ^ 1) == CHANGED_BEFORE
+    same_bytes([near, *mover.show()], [before, *far])
+    assert moved(0, generation) == 64
+    before[:64] = before[:64] if write else far[0][128:192]
+    expected = [each.copy() for each in far]
+    if write:
+        expected[0][:64] = before[128:192]
+    same_bytes([near, *mover.show()], [before, *expected])
+    if not write:
+        assert moved(64, generation) == CHANGED_DURING
+        before[64:128] = far[0][128:192]
+        same_bytes([near, *mover.show()], [before, *expected])
 
 
 # Bytes
@@ -152,7 +188,7 @@ def test_pairs_of_one_cache_take_effect_in_the_order_given(pairs: list[tuple[int
         expected[d * BLOCK : (d + 1) * BLOCK] = expected[s * BLOCK : (s + 1) * BLOCK].copy()
     plan = plan_of(pairs, alias=True)
     ends = twin.tensors_of([tensor])
-    assert execute(plan, ends, ends, None, NO_DEADLINE) == plan.nbytes
+    assert execute(plan, ends.native, ends.native, None, NO_DEADLINE) == plan.nbytes
     assert np.array_equal(tensor, expected)
 
 
@@ -232,7 +268,7 @@ def test_overlap_is_seen_between_tensors_at_other_addresses(pool: CopyPool) -> N
         expected[d : d + 3 * MIB] = expected[s : s + 3 * MIB].copy()
     to, from_ = (Tensors(np.array([arena.ctypes.data + at for at in end], np.uint64), 5 * MIB) for end in (dst, src))
     plan = twin.make_plan(plan_row(0, 0, 3 * MIB), count=2)
-    assert execute(plan, to, from_, pool, NO_DEADLINE) == 6 * MIB
+    assert execute(plan, to.native, from_.native, pool, NO_DEADLINE) == 6 * MIB
     assert np.array_equal(arena, expected)
 
 
@@ -277,7 +313,7 @@ def test_a_plan_outside_the_ends_moves_nothing(mover: Mover, plan: Plan, text: s
 def test_an_impossible_address_is_refused(base: int) -> None:
     end = Tensors(np.array([base], np.uint64), 64)
     with pytest.raises(ParamError, match=rf"^dst.bases\[0\] is {base}: no address"):
-        execute(twin.make_plan(plan_row(0, 0, 8)), end, end, None, NO_DEADLINE)
+        execute(twin.make_plan(plan_row(0, 0, 8)), end.native, end.native, None, NO_DEADLINE)
 
 
 # Ends before the last byte
@@ -376,7 +412,9 @@ def test_a_cancelled_copy_ends_after_the_chunk_it_is_at(ordered: bool, cancel: b
 
     def copy() -> None:
         plan = twin.make_plan(runs, ordered=ordered)
-        done.append(execute(plan, tensors_over(dst), tensors_over(src), None, NO_DEADLINE, deadline.cancelled))
+        done.append(
+            execute(plan, tensors_over(dst).native, tensors_over(src).native, None, NO_DEADLINE, deadline.cancelled)
+        )
 
     thread = threading.Thread(target=copy, daemon=True)
     with PageTrap(dst.ctypes.data + 8192) as trap:
@@ -401,7 +439,7 @@ def test_a_flag_is_one_byte_and_not_kept(size: int) -> None:
     expected, flag = src if size == 1 else dst.copy(), bytearray(size)
     wrong = pytest.raises(ParamError, match=f"^cancelled has {size} bytes: must be one")
     with nullcontext() if size == 1 else wrong:
-        execute(ROW, tensors_over(dst), tensors_over(src), None, NO_DEADLINE, flag)
+        execute(ROW, tensors_over(dst).native, tensors_over(src).native, None, NO_DEADLINE, flag)
     assert np.array_equal(dst, expected)
     flag += b"more"
 

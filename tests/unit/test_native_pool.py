@@ -26,7 +26,7 @@ def copy_threads() -> set[int]:
 def copy(pool: CopyPool) -> None:
     dst, src = twin.noise(1, 1, SHARED), twin.noise(2, 1, SHARED)
     plan = twin.make_plan(plan_row(0, 0, SHARED))
-    assert execute(plan, twin.tensors_of(dst), twin.tensors_of(src), pool, NO_DEADLINE) == SHARED
+    assert execute(plan, twin.tensors_of(dst).native, twin.tensors_of(src).native, pool, NO_DEADLINE) == SHARED
     assert np.array_equal(dst, src)
 
 

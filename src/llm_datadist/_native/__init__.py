@@ -11,6 +11,8 @@ import numpy as np
 
 from llm_datadist._native import _native
 from llm_datadist._native._native import (
+    CHANGED_BEFORE,
+    CHANGED_DURING,
     MAX_REQUEST_RUNS,
     WRITER_PAGE_BYTES,
     WRITER_SLOTS,
@@ -37,6 +39,7 @@ from llm_datadist._native._native import (
     decode_request,
     deliver_signals,
     encode_request,
+    execute,
     find_writers,
     listen_for_input,
     load_generation,
@@ -91,17 +94,3 @@ def parse_blocks(name: str, values: object) -> BlockList:
 def parse_indices(name: str, values: object) -> NDArray[np.int64]:
     """Return block numbers as a read-only int64 array. Errors as in :func:`parse_blocks`."""
     return parse_blocks(name, values).array
-
-
-def execute(
-    plan: Plan, dst: Tensors, src: Tensors, pool: CopyPool | None, deadline_ns: int, cancelled: bytearray | None = None
-) -> int:
-    """Copy the bytes of ``plan`` from ``src`` to ``dst``; when the call returns every process sees them.
-
-    Above 256 KiB it releases the GIL and runs signal handlers. Above 1 MiB threads of ``pool`` help, unless the plan is
-    ordered or a run overlaps itself. Such a run moves like ``memmove``. It stops at ``deadline_ns`` (of
-    ``time.monotonic_ns()``) or once the byte ``cancelled`` is not zero, both checked about every 4 MiB.
-    Returns the bytes copied, fewer than ``plan.nbytes`` only if it stopped. Raises ParamError, and writes nothing, if a
-    tensor is missing, a run leaves its tensor, or ``plan.nbytes`` is wrong.
-    """
-    return _native.execute(plan, dst.native, src.native, pool, min(deadline_ns, NO_DEADLINE), cancelled)

@@ -40,22 +40,25 @@ namespace {
 // Up to this, releasing the GIL costs more than other threads gain.
 constexpr std::int64_t release_gil_above_bytes = 256 << 10;
 
-// Moves a checked plan by move(per_pair, stop); returns the bytes moved.
+// Moves a checked plan by move(per_pair, stop); returns the bytes moved. `guards`: compared before the first byte and
+// after the last; null for none.
 template <typename Move>
-std::uint64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t deadline_ns,
-                           const std::optional<Flag>& cancelled, Move&& move) {
+std::int64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t deadline_ns,
+                          const std::optional<Flag>& cancelled, const GuardSet* guards, Move&& move) {
+    const std::uint64_t per_pair = check(copy, plan.pairing().count, plan.nbytes());
+    if (guards && !guards->unchanged()) return changed_before;
     Stop stop = stop_of(deadline_ns, cancelled);
     std::optional<Interruptible> interruptible;
     if (plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
-    const std::uint64_t done = move(check(copy, plan.pairing().count, plan.nbytes()), stop);
+    const auto done = static_cast<std::int64_t>(move(per_pair, stop));
     if (interruptible) interruptible->end();
-    return done;
+    return guards && done == plan.nbytes() && !guards->unchanged() ? changed_during : done;
 }
 
-std::uint64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
-                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
+std::int64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
+                        std::int64_t deadline_ns, const std::optional<Flag>& cancelled, const GuardSet* guards) {
     const Copy copy = plan.copy(dst, src);
-    return execute_plan(plan, copy, deadline_ns, cancelled,
+    return execute_plan(plan, copy, deadline_ns, cancelled, guards,
                         [&](std::uint64_t per_pair, const Stop& stop) { return execute(copy, per_pair, pool, stop); });
 }
 
@@ -69,21 +72,21 @@ public:
             refuse("cookie has ", cookie.size(), " bytes: must have at most ", ProcessProof::max_cookie_bytes);
     }
 
-    std::uint64_t read(const MovePlan& plan, const TensorList& local, const TensorList& remote, CopyPool* pool,
-                       std::int64_t deadline_ns, const std::optional<Flag>& cancelled) const {
-        return move(plan, plan.copy(local, remote), pool, deadline_ns, cancelled, false);
+    std::int64_t read(const MovePlan& plan, const TensorList& local, const TensorList& remote, CopyPool* pool,
+                      std::int64_t deadline_ns, const std::optional<Flag>& cancelled, const GuardSet* guards) const {
+        return move(plan, plan.copy(local, remote), pool, deadline_ns, cancelled, guards, false);
     }
 
-    std::uint64_t write(const MovePlan& plan, const TensorList& local, const TensorList& remote, CopyPool* pool,
-                        std::int64_t deadline_ns, const std::optional<Flag>& cancelled) const {
-        return move(plan, plan.copy(remote, local), pool, deadline_ns, cancelled, true);
+    std::int64_t write(const MovePlan& plan, const TensorList& local, const TensorList& remote, CopyPool* pool,
+                       std::int64_t deadline_ns, const std::optional<Flag>& cancelled, const GuardSet* guards) const {
+        return move(plan, plan.copy(remote, local), pool, deadline_ns, cancelled, guards, true);
     }
 
 private:
-    std::uint64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
-                       const std::optional<Flag>& cancelled, bool writing) const {
+    std::int64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
+                      const std::optional<Flag>& cancelled, const GuardSet* guards, bool writing) const {
         const FarSide side{pid_, writing, proof_};
-        return execute_plan(plan, copy, deadline_ns, cancelled, [&](std::uint64_t per_pair, const Stop& stop) {
+        return execute_plan(plan, copy, deadline_ns, cancelled, guards, [&](std::uint64_t per_pair, const Stop& stop) {
             return execute_process(copy, per_pair, side, pool, stop);
         });
     }
@@ -125,22 +128,25 @@ NB_MODULE(_native, m) {
     bind_counts(m);
     bind_plans(m);
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
-          "cancelled"_a.noconvert() = nb::none());
+          "cancelled"_a.noconvert() = nb::none(), "guards"_a.none() = nb::none());
     nb::class_<ProcessMemory>(m, "ProcessMemory", nb::is_final())
         .def(nb::init<int, int, std::uint64_t, nb::bytes, ProcessMemory::Canaries>(), "pid"_a, "pidfd"_a = -1,
              "cookie_address"_a = 0, "cookie"_a = nb::bytes("", 0), "canaries"_a = ProcessMemory::Canaries{})
         .def("read", &ProcessMemory::read, "plan"_a, "local"_a, "remote"_a, "pool"_a.none(), "deadline_ns"_a,
-             "cancelled"_a.noconvert() = nb::none())
+             "cancelled"_a.noconvert() = nb::none(), "guards"_a.none() = nb::none())
         .def("write", &ProcessMemory::write, "plan"_a, "local"_a, "remote"_a, "pool"_a.none(), "deadline_ns"_a,
-             "cancelled"_a.noconvert() = nb::none());
+             "cancelled"_a.noconvert() = nb::none(), "guards"_a.none() = nb::none());
     nb::class_<Canary>(m, "Canary", nb::is_final())
         .def(nb::init<>())
         .def_prop_ro("address", &Canary::address)
         .def("close", &Canary::close);
     nb::class_<GuardSet>(m, "GuardSet", nb::is_final())
-        .def(nb::init<std::vector<std::pair<std::uint64_t, std::uint64_t>>, std::uint64_t>(), "promised"_a,
-             "slot_bytes"_a)
-        .def("unchanged", &GuardSet::unchanged, "base"_a, "nbytes"_a);
+        .def(nb::init<const std::vector<std::pair<std::uint64_t, std::uint64_t>>&, std::uint64_t, std::uint64_t,
+                      std::uint64_t>(),
+             "promised"_a, "slot_bytes"_a, "base"_a, "nbytes"_a)
+        .def("unchanged", &GuardSet::unchanged);
+    m.attr("CHANGED_BEFORE") = changed_before;
+    m.attr("CHANGED_DURING") = changed_during;
     m.def("load_generation", &load_generation, "address"_a);
     m.def("advance_generation", &advance_generation, "address"_a);
 

@@ -156,14 +156,14 @@ class Plan:
 
 @final
 class GuardSet:
-    """Generations that slots of a peer's guard table must show."""
+    """Generations that slots of the guard table at ``base`` must show. ParamError: a slot is outside the table."""
 
-    def __init__(self, promised: list[tuple[int, int]], slot_bytes: int) -> None: ...
-    def unchanged(self, base: int, nbytes: int) -> bool:
-        """Return True if every slot of the table at ``base`` shows its generation.
+    def __init__(self, promised: list[tuple[int, int]], slot_bytes: int, base: int, nbytes: int) -> None: ...
+    def unchanged(self) -> bool:
+        """Return True if every slot shows its generation. The table must be mapped."""
 
-        ParamError: a slot is outside the table.
-        """
+CHANGED_BEFORE: Final[int]
+CHANGED_DURING: Final[int]
 
 def parse_blocks(name: str, values: object) -> BlockList | None:
     """Return the numbers of a list, tuple, or 1-D int64 array without negatives; None for other containers.
@@ -266,7 +266,17 @@ def execute(
     pool: CopyPool | None,
     deadline_ns: int,
     cancelled: bytearray | None = None,
-) -> int: ...
+    guards: GuardSet | None = None,
+) -> int:
+    """Copy the bytes of ``plan`` from ``src`` to ``dst``; when the call returns every process sees them.
+
+    Above 256 KiB it releases the GIL and runs signal handlers. Above 1 MiB threads of ``pool`` help, unless the plan is
+    ordered or a run overlaps itself. Such a run moves like ``memmove``. It stops at ``deadline_ns`` (of
+    ``time.monotonic_ns()``) or once the byte ``cancelled`` is not zero, both checked about every 4 MiB.
+    Returns the bytes copied, fewer than ``plan.nbytes`` only if it stopped. ``guards`` are compared before the first
+    byte (``CHANGED_BEFORE``: nothing was copied) and after the last (``CHANGED_DURING``). Raises ParamError, and writes
+    nothing, if a tensor is missing, a run leaves its tensor, or ``plan.nbytes`` is wrong.
+    """
 
 @final
 class Canary:
@@ -308,6 +318,7 @@ class ProcessMemory:
         pool: CopyPool | None,
         deadline_ns: int,
         cancelled: bytearray | None = None,
+        guards: GuardSet | None = None,
     ) -> int:
         """Copy the bytes of ``plan`` from ``remote``, of that process, to ``local``. Otherwise as ``execute``.
 
@@ -326,6 +337,7 @@ class ProcessMemory:
         pool: CopyPool | None,
         deadline_ns: int,
         cancelled: bytearray | None = None,
+        guards: GuardSet | None = None,
     ) -> int:
         """Copy from ``local`` to ``remote``. Otherwise as ``read``."""
 

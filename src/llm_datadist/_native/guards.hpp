@@ -38,25 +38,27 @@ private:
 // Slots of a peer's guard table, which is mapped here, with their promised generations.
 class GuardSet {
 public:
-    GuardSet(std::vector<std::pair<std::uint64_t, std::uint64_t>> promised, std::uint64_t slot_bytes)
-        : promised_(std::move(promised)), slot_bytes_(slot_bytes) {
+    // `base`, `nbytes`: the table, whose slot 0 is its header.
+    GuardSet(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& promised, std::uint64_t slot_bytes,
+             std::uint64_t base, std::uint64_t nbytes) {
         if (slot_bytes == 0) refuse("slot_bytes is 0: must be positive");
-    }
-
-    // `base`, `nbytes`: the mapped table, whose slot 0 is its header. Valid for all bytes read before.
-    bool unchanged(std::uint64_t base, std::uint64_t nbytes) const {
-        const std::uint64_t slots = nbytes / slot_bytes_;
-        for (const auto& [slot, generation] : promised_) {
+        const std::uint64_t slots = nbytes / slot_bytes;
+        for (const auto& [slot, generation] : promised) {
             if (slot < 1 || slot >= slots)
                 refuse("guard slot ", slot, " must be in [1, ", slots, ") of a table of ", nbytes, " bytes");
-            if (load_generation(base + slot * slot_bytes_) != generation) return false;
+            guards_.add(base + slot * slot_bytes, generation);
         }
-        return true;
     }
 
+    // Requires that the table is mapped. Valid for all bytes read before.
+    bool unchanged() const { return guards_.current(); }
+
 private:
-    std::vector<std::pair<std::uint64_t, std::uint64_t>> promised_;
-    std::uint64_t slot_bytes_;
+    Guards guards_;
 };
+
+// Results of a move that compares guards, in place of the bytes moved.
+constexpr std::int64_t changed_before = -1;  // nothing has moved
+constexpr std::int64_t changed_during = -2;  // the moved bytes are not to be used
 
 }  // namespace datadist

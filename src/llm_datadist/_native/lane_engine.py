@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import _native
-from llm_datadist._native.plan import NO_DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,9 +113,8 @@ class LaneEngine:
         write: bool,
     ) -> Outcome:
         """Start a job for ``handle`` and :meth:`wait` for it. A signal handler's exception ends it."""
-        until = min(deadline_ns, NO_DEADLINE)
         return Outcome(
-            *self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, until, cancelled)
+            *self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, deadline_ns, cancelled)
         )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
@@ -125,7 +123,7 @@ class LaneEngine:
         The job is given up at the deadline (``time.monotonic_ns()``), or within 50 ms once the byte ``cancelled`` is
         not zero.
         """
-        return Outcome(*self._native.wait(job, min(deadline_ns, NO_DEADLINE), cancelled))
+        return Outcome(*self._native.wait(job, deadline_ns, cancelled))
 
     def give_up(self, job: int) -> Outcome:
         """End a job unless it has ended, and return its end.

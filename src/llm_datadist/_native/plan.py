@@ -64,8 +64,7 @@ def digest(
     likelier.
     """
     plan, tensors, is_dst = side
-    until = min(deadline_ns, NO_DEADLINE)
-    found = _native.digest(plan, tensors.native, is_dst, each_run, nonce, pool, until, cancelled)
+    found = _native.digest(plan, tensors.native, is_dst, each_run, nonce, pool, deadline_ns, cancelled)
     return None if found is None else found.reshape(plan.count, len(plan.runs) if each_run else 1, 2)
 
 

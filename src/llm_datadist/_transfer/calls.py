@@ -141,10 +141,14 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
     """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
-    granter = granter_of(cache)
-    if granter is engine.grants or granter is None:
+    if granter_of(cache) in (engine.grants, None):
         return cache.cache_id
-    raise CacheError(
+    raise _foreign(engine, call, name, cache)
+
+
+def _foreign(engine: Engine, call: str, name: str, cache: Cache) -> CacheError:
+    granter = granter_of(cache)
+    return CacheError(
         f"{call}: {name}={cache!r}: a handle of {granter}, not of {engine.grants}; give a handle that this LLMDataDist "
         "has made since init",
         status_code=LLMStatusCode.LLM_PARAM_INVALID,
@@ -245,7 +249,9 @@ class TransferCall(msgspec.Struct, eq=False):
 def transfer_call(
     engine: Engine, what: str, argument: str, cache: Cache, name: RemoteName, layers: LayerSelection
 ) -> TransferCall:
-    return TransferCall(engine, what, argument, local_id(engine, what, argument, cache), name, layers)
+    if granter_of(cache) not in (engine.grants, None):  # as local_id, which would be a call more
+        raise _foreign(engine, what, argument, cache)
+    return TransferCall(engine, what, argument, cache.cache_id, name, layers)
 
 
 def pull_row(

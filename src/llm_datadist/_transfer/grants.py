@@ -26,9 +26,9 @@ import msgspec
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import HERE, check_rule, check_type, check_uint64, require_intact, require_process
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
-from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import GuardSet, parse_indices
+from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
+from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import (
     CacheError,
     CacheNotFound,
@@ -473,7 +473,8 @@ def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantE
             over = failure.status_code is LLMStatusCode.LLM_TIMEOUT  # forgotten since it ended
         except DeadlineExceeded:
             with suppress(LLMException):  # with remote guards none is mapped here
-                over = not link.connection.shared.guards_unchanged(GuardSet([grant.guard], SLOT_BYTES))
+                shared = link.connection.shared
+                over = not shared.guards_unchanged(guards_of(shared, [grant.guard]))
         except LLMException:
             return None  # the link has ended, as the next call reports
     return _over(link, what) if over else None

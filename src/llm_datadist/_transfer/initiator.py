@@ -22,7 +22,7 @@ from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.handles import KeyHandle, encode_handle
 from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
-from llm_datadist._transport.connection import MemoryChanged
+from llm_datadist._transport.connection import MemoryChanged, MemoryTorn
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
     CacheMismatch,
@@ -146,8 +146,8 @@ class Initiator:
                 if plan is not None:
                     return plan.nbytes
             except ParamError:
-                # Remote guards do not show here that a cached resolution is outdated.
-                if cached is None or not remote.tensors.remote_guards:
+                # The plan may not fit an outdated resolution. Guards that the owner compares do not show that here.
+                if cached is None or (remote.guard_set is not None and _current(link, op, remote)):
                     raise
             finally:
                 if remote.pin or op.consumes:
@@ -185,14 +185,14 @@ class Initiator:
         if op.destination is not None:
             op.destination.require(link.peer, op.name, remote.cache_id, op.what)
         if op.grant is not None:
-            remote = with_grant(remote, op.grant, link, op.what)
+            try:
+                remote = with_grant(remote, op.grant, link, op.what)
+            except LinkError as error:
+                raise link.lost_error(op.what, "copy") from error
         able = link.connection.capabilities
         # Before the guards are compared, because the owner waits for announced copies only.
         intent = _announce(link, op, remote) if op.push or able.announces_reads else None
         try:
-            # Before the plan, which may not fit an outdated resolution.
-            if not _current(link, op, remote):
-                return None
             pair = remote.pair
             if first := pair is None or pair.cache_id != op.local.cache_id:
                 comparable = able.same_addresses or not remote.tensors.private
@@ -204,6 +204,8 @@ class Initiator:
             if first:
                 # A prediction equals a resolution that was compared.
                 if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
+                    if remote.guard_set is not None and not _current(link, op, remote):
+                        return None  # another cache than the one that is there now
                     self._find_unlike(link, op, remote, difference)
                 remote.pair = pair
             if remote.predicted:
@@ -231,7 +233,7 @@ class Initiator:
             logger.warning("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
-        """Copy, then compare guards again. Return False if the caller must resolve again."""
+        """Copy, between two comparisons of the guards. Return False if the caller must resolve again."""
         connection = remote.tensors.connection
         recovery = connection.recovery
         move = connection.write if op.push else connection.read
@@ -245,7 +247,7 @@ class Initiator:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
             try:
-                move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline)
+                move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline, remote.guard_set)
             except BaseException:
                 if op.push and recovery is not None and recovery.doubts_writes:
                     _give_up_writes(link, recovery)
@@ -261,6 +263,15 @@ class Initiator:
             if remote.predicted and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                 remote.pin = 0  # not pinned
             return False
+        except MemoryTorn as error:
+            _current(link, op, remote)  # raises if the peer has gone
+            link.caches.cached.clear()
+            raise TransferFailed(
+                f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
+                f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
+                peer=link.peer.cluster_id,
+                phase="copy",
+            ) from error
         except (LinkError, TransferAborted) as error:
             if not link.responds(op.deadline):
                 if not link.ended:
@@ -273,14 +284,6 @@ class Initiator:
             raise TransferFailed(f"{op.what}: {error!r}; the bytes addressed are undefined", phase="copy") from error
         else:
             whole = True
-            if not _current(link, op, remote):
-                link.caches.cached.clear()
-                raise TransferFailed(
-                    f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
-                    f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
-                    peer=link.peer.cluster_id,
-                    phase="copy",
-                )
         if op.destination is not None:
             op.destination.record(link.peer, op.name, remote.cache_id)
         return whole
@@ -340,14 +343,10 @@ def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | N
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
-    """Return True if every guard shows its generation; the target compares remote ones."""
-    connection = remote.tensors.connection
-    if connection.capabilities.remote_guards:
-        return True
-    if steps.watch is not None:
-        steps.watch("guards", link)
+    """Return True if every guard shows its generation."""
+    assert remote.guard_set is not None
     try:
-        return connection.guards_unchanged(remote.guard_set)
+        return remote.tensors.connection.guards_unchanged(remote.guard_set)
     except LinkError as error:
         raise link.lost_error(op.what, "copy") from error
 

@@ -147,7 +147,7 @@ class LocalCopies:
             yield Operand(name, entry.geometry, entry.storage.tensors)
 
     def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> int:
-        done = _native.execute(plan, dst, src, self._pool, deadline.expires_ns, deadline.cancelled)
+        done = _native.execute(plan, dst.native, src.native, self._pool, deadline.expires_ns, deadline.cancelled)
         if done < plan.nbytes:
             raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
         return plan.nbytes
@@ -229,7 +229,7 @@ class SwapEngine:
                     with suppress(RuntimeError, MemoryError):  # without threads the caller copies
                         self._copy_pool = _native.CopyPool(self.workers)
                 pool = self._copy_pool
-            _native.execute(plan, dst.tensors, src.tensors, pool, _native.NO_DEADLINE)
+            _native.execute(plan, dst.tensors.native, src.tensors.native, pool, _native.NO_DEADLINE)
             return plan.nbytes
         with self._lock:
             if dst.geometry.placement == Placement.DEVICE:

@@ -14,9 +14,9 @@ import numpy as np
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
 from llm_datadist._links.messages import Guarded, Release, Resolved
 from llm_datadist._memory.exports import NON_POOL
-from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import GuardSet, steps
 from llm_datadist._transfer.handles import Handle, encode_handle
+from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Resolution(msgspec.Struct, eq=False):
     row: int
     tensors: RemoteTensors
     guards: list[Guarded]
-    guard_set: GuardSet
+    guard_set: GuardSet | None  # None if the owner compares
     pin: int  # 0: none, so the answer may be cached
     predicted: int = 0  # the future pin's number if this is a prediction
     pair: CachePair | None = None  # comparison with the local cache used last
@@ -76,6 +76,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
             steps.watch("resolved", link)
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
+        guard_set = _guard_set(tensors, answer.guards)
         if tensors.remote_guards:
             tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
     except (LLMException, ValueError) as error:
@@ -86,7 +87,6 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if isinstance(error, LLMException):
             raise
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-    guard_set = _guard_set(answer.guards)
     return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
 
 
@@ -100,7 +100,7 @@ def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resol
         )
     guards = [*remote.guards, Guarded(*grant.guard)]
     tensors = replace(remote.tensors, handle=encode_handle(Handle(remote.cache_id, remote.pin, guards)))
-    return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(guards), tensors=tensors)
+    return msgspec.structs.replace(remote, guards=guards, guard_set=_guard_set(tensors, guards), tensors=tensors)
 
 
 def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
@@ -110,8 +110,10 @@ def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
     known[key] = value
 
 
-def _guard_set(guards: list[Guarded]) -> GuardSet:
-    return GuardSet([(guard.slot, guard.generation) for guard in guards], SLOT_BYTES)
+def _guard_set(tensors: RemoteTensors, guards: list[Guarded]) -> GuardSet | None:
+    if tensors.remote_guards:
+        return None
+    return guards_of(tensors.connection, [(guard.slot, guard.generation) for guard in guards])
 
 
 def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: bool) -> RemoteTensors:

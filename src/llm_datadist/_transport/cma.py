@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
-from llm_datadist._native import NO_DEADLINE, ProcessMemory, peek_process
+from llm_datadist._native import ProcessMemory, peek_process
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
@@ -68,10 +68,10 @@ class CmaConnection(SameHostConnection):
 
     def _move(self, transfer: Transfer) -> None:
         plan, deadline, memory = transfer.plan, transfer.deadline, self._memory
-        local, remote, until_ns = transfer.local.native, transfer.remote.native, min(deadline.expires_ns, NO_DEADLINE)
+        local, remote = transfer.local.native, transfer.remote.native
         move = memory.write if transfer.write else memory.read
         try:
-            done = move(plan, local, remote, transfer.pool, until_ns, deadline.cancelled)
+            done = move(plan, local, remote, transfer.pool, deadline.expires_ns, deadline.cancelled, transfer.guards)
         except OSError as error:
             reason = probe(self._peer)
             if reason is None and error.errno != errno.ESRCH:
@@ -80,7 +80,7 @@ class CmaConnection(SameHostConnection):
             lost = LinkRefused if error.errno == errno.EPERM else PeerLost
             raise lost(f"{transfer.what}: {reason or error.strerror}", phase="copy") from error
         if done < plan.nbytes:
-            raise transfer.timeout(done)
+            raise transfer.stopped(done)
 
 
 def probe(peer: PeerMemory) -> str | None:

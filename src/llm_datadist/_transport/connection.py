@@ -13,7 +13,18 @@ import numpy as np
 
 from llm_datadist._checks import HERE
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, RegionDescriptor
-from llm_datadist._native import CopyPool, GuardSet, Meter, Plan, Tensors, UseGate, execute
+from llm_datadist._memory.guards import SLOT_BYTES
+from llm_datadist._native import (
+    CHANGED_BEFORE,
+    CHANGED_DURING,
+    CopyPool,
+    GuardSet,
+    Meter,
+    Plan,
+    Tensors,
+    UseGate,
+    execute,
+)
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
@@ -24,7 +35,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
-    from llm_datadist.errors import DeadlineExceeded
+    from llm_datadist.errors import DeadlineExceeded, LLMException
 
 
 #: Base address of a served peer's regions; no process has such addresses, so none passes for a local one.
@@ -83,6 +94,7 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
     pool: CopyPool | None  # threads that may help
     deadline: Deadline
     write: bool
+    guards: GuardSet | None = None  # to be compared, unless the owner does
 
     @property
     def what(self) -> str:
@@ -94,18 +106,31 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
     def timeout(self, done: int) -> DeadlineExceeded:
         return self.deadline.error(self.progress(done), "copy")
 
+    def stopped(self, done: int) -> LLMException:
+        """Return the error for a result of native code below the plan's bytes."""
+        if done == CHANGED_BEFORE:
+            return MemoryChanged(f"{self.what}: the memory has changed since it was resolved", phase="copy")
+        if done == CHANGED_DURING:
+            return MemoryTorn(f"{self.what}: the memory has changed during the copy", phase="copy")
+        return self.timeout(done)
+
 
 def move_mapped(transfer: Transfer) -> None:
-    """Move bytes between sides that both have addresses here. Raises DeadlineExceeded."""
+    """Move bytes between sides that both have addresses here. Raises as ``Transfer.stopped``."""
     plan, deadline = transfer.plan, transfer.deadline
-    dst, src = (transfer.remote, transfer.local) if transfer.write else (transfer.local, transfer.remote)
-    done = execute(plan, dst, src, transfer.pool, deadline.expires_ns, deadline.cancelled)
+    local, remote = transfer.local.native, transfer.remote.native
+    dst, src = (remote, local) if transfer.write else (local, remote)
+    done = execute(plan, dst, src, transfer.pool, deadline.expires_ns, deadline.cancelled, transfer.guards)
     if done < plan.nbytes:
-        raise transfer.timeout(done)
+        raise transfer.stopped(done)
 
 
 class MemoryChanged(TransferFailed):
     """Refusal before the first byte: the memory has changed since it was resolved."""
+
+
+class MemoryTorn(TransferFailed):
+    """The memory has changed before the last byte: those at the destination are undefined."""
 
 
 class Recovery(Protocol):
@@ -250,18 +275,14 @@ class Connection(AbstractContextManager["Connection"]):
         finally:
             self._leave()
 
-    def guards_unchanged(self, guard_set: GuardSet) -> bool:
-        """Return True while every guard shows its generation, by acquire loads.
-
-        Raises ProtocolError for a slot outside the peer's guard table, LinkError if the transport maps no guards.
-        """
-        if self._pid != HERE["pid"] or not self._users.is_open:
-            raise _unusable(self, "guards_unchanged")
-        guards = self._guards()  # keeps the table mapped after a close
+    def guards_unchanged(self, guards: GuardSet) -> bool:
+        """Return True while every guard of :func:`guards_of` shows its generation. Raises LinkError once closed."""
+        self._enter("guards_unchanged")  # keeps the table mapped
         try:
-            return guard_set.unchanged(guards.base, guards.nbytes)
-        except ParamError as error:
-            raise ProtocolError(str(error)) from error
+            self._guards()
+            return guards.unchanged()
+        finally:
+            self._leave()
 
     def announce(self, slot: int, deadline: Deadline, *, write: bool) -> WriteIntent | None:
         """Announce a transfer in memory under guard ``slot``; None if its owner needs no announcement.
@@ -276,22 +297,37 @@ class Connection(AbstractContextManager["Connection"]):
             return None
         return self.intent_writer.announce(slot, deadline, reading=not write)
 
-    def read(self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline) -> int:
+    def read(
+        self,
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        pool: CopyPool | None,
+        deadline: Deadline,
+        guards: GuardSet | None = None,
+    ) -> int:
         """Move ``plan`` from ``remote`` tensors to ``local`` ones; return its bytes.
 
+        ``guards`` are compared before the first byte and after the last; none with ``remote_guards``: the owner does.
         Nothing has moved after ParamError (``remote`` is of another connection, or the plan leaves a tensor) or after
         MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded, TransferFailed, TransferAborted or
         LinkError (the connection is closed, or the peer has ended) the destination is undefined.
         """
-        return _run(self, Transfer(plan, local, remote, pool, deadline, False), self._read)
+        return _run(self, Transfer(plan, local, remote, pool, deadline, False, guards), self._read)
 
     def write(
-        self, plan: Plan, local: Tensors, remote: RemoteTensors, pool: CopyPool | None, deadline: Deadline
+        self,
+        plan: Plan,
+        local: Tensors,
+        remote: RemoteTensors,
+        pool: CopyPool | None,
+        deadline: Deadline,
+        guards: GuardSet | None = None,
     ) -> int:
         """Move ``plan`` the other way, as :meth:`read`. ParamError also means: ``remote`` was mapped for reading."""
         if not remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
-        return _run(self, Transfer(plan, local, remote, pool, deadline, True), self._written)
+        return _run(self, Transfer(plan, local, remote, pool, deadline, True, guards), self._written)
 
     @property
     def closed(self) -> bool:
@@ -361,6 +397,21 @@ def _unusable(connection: Connection, call: str) -> StateError | LinkError:
     return LinkError(f"{call}: the {what} is closed; link again", phase="copy")
 
 
+def guards_of(connection: Connection, promised: list[tuple[int, int]]) -> GuardSet:
+    """Return guards, each a slot and its generation, for calls of this connection.
+
+    Raises ProtocolError for a slot outside the peer's guard table, LinkError if the transport maps no guards.
+    """
+    connection._enter("guards")
+    try:
+        guards = connection._guards()
+        return GuardSet(promised, SLOT_BYTES, guards.base, guards.nbytes)
+    except ParamError as error:
+        raise ProtocolError(str(error)) from error
+    finally:
+        connection._leave()
+
+
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
     capabilities = connection.capabilities
     if region == NON_POOL and not capabilities.non_pool_memory:
@@ -374,18 +425,20 @@ def _checked_range(connection: Connection, region: int, writable: bool) -> Addre
 
 
 def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:
-    what, nbytes, name = transfer.what, transfer.plan.nbytes, connection.capabilities.name
+    nbytes, name = transfer.plan.nbytes, connection.capabilities.name
     if transfer.remote.connection is not connection:
-        raise ParamError(f"{what}: the remote tensors were mapped by another connection; map them with this one")
-    connection._enter(what)
+        text = f"{transfer.what}: the remote tensors were mapped by another connection; map them with this one"
+        raise ParamError(text)
+    connection._enter("write" if transfer.write else "read")
     try:
         if transfer.deadline.expired():
-            raise transfer.deadline.error(f"{what} of {nbytes} bytes over {name}", "copy")
+            raise transfer.deadline.error(f"{transfer.what} of {nbytes} bytes over {name}", "copy")
         connection._move(transfer)
         meter.add(nbytes)
     finally:
         connection._leave()
     if connection._aborted:
+        what = transfer.what
         raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
     return nbytes
 

@@ -24,6 +24,7 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import CopyPool, Plan, plan_row
+from llm_datadist._transport.connection import MemoryChanged, guards_of
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
@@ -271,6 +272,26 @@ class TransportConformance:
             assert unchanged(connection, slot, generation)
         assert unchanged(connection, other, untouched)
 
+    def test_nothing_moves_under_a_guard_that_has_advanced(self, peer: Peer, connection: Connection) -> None:
+        """MemoryChanged, in both directions, also where another guard is as promised."""
+        if connection.capabilities.remote_guards:
+            return  # the owner compares; the test of what is revoked during a transfer is for it
+        kept, (slot, generation) = peer.guard(), peer.guard()
+        guards = guards_of(connection, [kept, (slot, generation)])
+        remote = beginning_of(peer, connection, 1, 64, writable=True)
+        for verb, local in ((connection.read, np.full(64, 3, np.uint8)), (connection.write, np.full(64, 4, np.uint8))):
+            peer.poke(1, np.full(64, 7, np.uint8))
+            verb(one_row(64), tensors_over(local), remote, None, Deadline(BUDGET_MS), guards)
+            assert (peer.peek(1)[:64] == local).all()
+        peer.advance(slot)
+        before = peer.peek(1).copy()
+        for verb in (connection.read, connection.write):
+            local = np.full(64, 5, np.uint8)
+            with pytest.raises(MemoryChanged):
+                verb(one_row(64), tensors_over(local), remote, None, Deadline(BUDGET_MS), guards)
+            assert (local == 5).all()
+            assert (peer.peek(1) == before).all()
+
     def test_what_is_revoked_during_the_transfer_never_passes(self, peer: Peer, connection: Connection) -> None:
         """A successful read has the bytes from before the advance."""
         nbytes, old, new = REGION_BYTES[1], 7, 9
@@ -279,11 +300,13 @@ class TransportConformance:
 
         def read(slot: int, generation: int, deadline: Deadline) -> bool:
             """Return True if it succeeds."""
+            with_guards = not connection.capabilities.remote_guards
+            guards = guards_of(connection, [(slot, generation)]) if with_guards else None
             try:
-                connection.read(plan, tensors_over(into), remote, None, deadline)
+                connection.read(plan, tensors_over(into), remote, None, deadline, guards)
             except TransferFailed:
                 return False
-            return connection.capabilities.remote_guards or unchanged(connection, slot, generation)
+            return True
 
         def reuse(slot: int, ended: threading.Event) -> None:
             """Wait for the first byte or the read's end, then reuse the memory."""

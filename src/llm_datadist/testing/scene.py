@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.guards import SLOT_BYTES
-from llm_datadist._native import GuardSet, Plan, Tensors, closing, plan_blocks, plan_row
+from llm_datadist._native import Plan, Tensors, closing, plan_blocks, plan_row
+from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import StateError
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
@@ -256,7 +256,7 @@ def read_beginning(
 
 def unchanged(connection: Connection, slot: int, generation: int) -> bool:
     """Return a connection's verdict on one guard of the peer."""
-    return connection.guards_unchanged(GuardSet([(slot, generation)], SLOT_BYTES))
+    return connection.guards_unchanged(guards_of(connection, [(slot, generation)]))
 
 
 def child_of_fork(connection: Connection) -> int:
