@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _TYPICAL: Final = 64 << 10  # bytes of a block
 
-_Figures = dict[int, float | None]  # by bytes of a block
-
 
 def show_summary(rows: Sequence[Row], floors: Sequence[Floor], stream: TextIO) -> None:
     """Print tables of rates and times, at most 80 columns wide, and a line for reports."""
