@@ -179,7 +179,9 @@ class Engine:
     """An engine; at most one lives at a time, because vLLM has one connector for each process."""
 
     def __init__(self, model: Path, store: RemoteStore | None, blocks: int = 64, **changes: Any) -> None:
-        extra = {"store_options": {"lookup_ms": 5000}} | changes.pop("extra", {})
+        extra = changes.pop("extra", {})
+        patient = {"lookup_ms": 5000} | extra.get("store_options", {})
+        extra = extra | {"store_options": patient}
         SeenStoreConnector.parts.clear()
         transfer = None
         if store is not None:

@@ -183,7 +183,7 @@ def test_zeroed_slots_are_refused_and_would_give_other_tokens(
         engine.answers([LONG])
         engine.forget()
     store.zero()
-    with Engine(checkpoint, store, extra={"store_options": {"lookup_ms": 5000, "verify": False}}) as engine:
+    with Engine(checkpoint, store, extra={"store_options": {"verify": False}}) as engine:
         ((answer, hit),) = engine.answers([LONG])
         assert hit == full(LONG)
         assert answer != cold[len(LONG)], "an answer does not depend on what is loaded"
@@ -198,7 +198,8 @@ def test_zeroed_slots_are_refused_and_would_give_other_tokens(
 def test_a_store_that_is_lost_between_lookup_and_load_ends_no_request(
     checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, how: str
 ) -> None:
-    with Engine(checkpoint, store, extra={"timeout_ms": 1000, "store_options": {"save_ms": 1000}}) as engine:
+    options = {"lookup_ms": 2000, "save_ms": 1000}
+    with Engine(checkpoint, store, extra={"timeout_ms": 1000, "store_options": options}) as engine:
         engine.answers([LONG])
         engine.forget()
         lost: list[str] = []
