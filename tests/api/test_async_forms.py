@@ -26,7 +26,7 @@ from faults.stalls import go_on, stall, stall_there
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.channel import Waiter
+from llm_datadist._links.channel import Channel, Waiter
 from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
 from tests.support import linking, moves
@@ -454,16 +454,16 @@ def test_r06_an_interrupt_between_the_answer_and_its_use_leaves_no_pin(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pin would last as long as the call's time: ten minutes."""
-    real = Waiter.wait
+    real = Channel.wait
 
-    def interrupted(waiter: Waiter, deadline: Deadline) -> None:
-        real(waiter, deadline)
+    def interrupted(channel: Channel, waiter: Waiter, deadline: Deadline) -> None:
+        real(channel, waiter, deadline)
         raise KeyboardInterrupt
 
     make(scene.peer, "rows", ROWS, 3)
     before = make(scene.world, "rows", Spec(), 4)
     with monkeypatch.context() as patch:
-        patch.setattr(Waiter, "wait", interrupted)
+        patch.setattr(Channel, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             scene.world.cm.pull_cache(CacheKey(1, 10), scene.world.caches["rows"], 1)
     wait_until(lambda: picture(scene.peer).pins == 0)

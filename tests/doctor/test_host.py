@@ -36,6 +36,7 @@ FINDINGS: list[tuple[str, dict[str, str], Severity, str, str]] = [
     ("memlock", {"shell": "ulimit -l 64", "installed": "nixl 1.0"}, WARNING, "65536 bytes", "ulimit -l unlimited"),
     ("overcommit", MOUNTS | {"shell": _STRICT}, WARNING, "overcommit_memory 2", "sysctl -w vm.overcommit_memory=0"),
     ("cpus", {"preparation": _AFFINITY}, WARNING, "1 usable, 1 by affinity", "taskset -pc"),
+    ("copies", {}, Severity.OK, " bytes of the next run are prefetched", ""),
     ("loopback", NO_NET, PROBLEM, "Network is unreachable", "ip link set lo up"),
     ("tcp_buffers", NO_NET | {"shell": _BUFFERS}, WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem="),
     ("library", {"installed": _TWO.replace("-", "_")}, WARNING, _TWO, "pip uninstall open-datadist"),

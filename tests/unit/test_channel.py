@@ -23,10 +23,11 @@ import pytest
 
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
-from llm_datadist._links import messages
+from llm_datadist._links import loop, messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
+from llm_datadist._native import BriefPoll
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
 
@@ -340,7 +341,7 @@ def test_nothing_is_read_before_the_begin_and_what_came_with_the_handshake_is_fi
     waiter, stream = ends.expect(7), frame(Beat(5)) + frame(UnlinkAck(7)) + frame(Beat(6))
     ends.theirs.sendall(stream[-20:])
     ends.channel.wait(waiter, Deadline(10))
-    assert waiter.waiting
+    assert waiter.gate.locked()
     ends.channel.begin(stream[:-20])
     ends.channel.wait(waiter, Deadline(PATIENCE_MS))
     assert waiter.answer == UnlinkAck(7)
@@ -497,7 +498,7 @@ def test_a_caller_that_prepared_reads_an_answer_that_is_there_or_leaves_the_chan
     ends.say(UnlinkAck(7))
     for _ in range(2):  # turns of the control thread: it would have read what it is woken for
         ends.control.call(lambda: None)
-    assert waiter.waiting
+    assert waiter.gate.locked()
     ends.channel.wait(waiter, Deadline(PATIENCE_MS))
     assert waiter.answer == UnlinkAck(7)
     assert ends.answered == [(7, threading.current_thread().name)]
@@ -525,7 +526,7 @@ def test_the_caller_that_reads_hands_answers_to_others_and_those_it_leaves_behin
         join(threads[0], threads[2], threads[3])
         assert ends.answered == [(3, "caller"), (2, "caller"), (0, "caller")]
         left = (7, 6, 5, 4, 1)
-        assert all(waiters[number].waiting for number in left)
+        assert all(waiters[number].gate.locked() for number in left)
         ends.say(*map(UnlinkAck, left))
         join(*threads)
         assert [waiter.answer for waiter in waiters] == [UnlinkAck(number) for number in range(8)]
@@ -575,7 +576,7 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
     try:
         waiter = ends.expect(1)
         ends.channel.wait(waiter, Deadline(20))
-        assert waiter.waiting
+        assert waiter.gate.locked()
         assert ends.at_rest()
         later = Deadline(PATIENCE_MS, cancellable=True)
         thread = ends.begin_to_wait(ends.expect(2), later)
@@ -592,3 +593,41 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
         assert not ends.lost
     finally:
         signal.signal(signal.SIGUSR1, handler)
+
+
+def test_a_brief_poll_ends_by_itself_and_takes_nothing() -> None:
+    """Readable or not, or closed."""
+    here, there = socket.socketpair()
+    with here, there:
+        poll = BriefPoll(here.fileno())
+        for _ in range(8):
+            poll.run()
+        there.sendall(b"x")
+        poll.run()
+        BriefPoll(here.fileno()).run()
+        assert here.recv(2, socket.MSG_DONTWAIT) == b"x"
+    poll.run()
+
+
+def test_the_control_thread_polls_once_where_a_message_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+
+    class Counted:
+        def __init__(self, descriptor: int) -> None:
+            self._descriptor = descriptor
+
+        def run(self) -> None:
+            runs.append(self._descriptor)
+
+    monkeypatch.setattr(loop, "BriefPoll", Counted)
+    control = ControlLoop()
+    control.start()
+    try:
+        control.call(lambda: None)
+        assert runs == []
+        control.call(control.expect)
+        wait_until(lambda: len(runs) == 1)
+        control.call(lambda: None)
+        assert len(runs) == 1
+    finally:
+        control.stop()

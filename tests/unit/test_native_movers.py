@@ -210,6 +210,7 @@ SHAPES = [
     ([512] * 3000, 3),  # between processes: more ranges than a call takes, in one chunk
     ([4096] * 1024, 1),  # exactly as many as a call takes
     ([5000, 1, 0, 7 * MIB + 1, 3, 63, 64, 65, 4095, 4097], 3),
+    ([(16 << 10) - 1, 16 << 10, (16 << 10) + 1] * 60, 1),  # around the least that streams
     ([777], 5000),  # many small tensors in one chunk
     ([MIB, MIB], 1),
     ([0, 0], 4),

@@ -224,7 +224,7 @@ class Registry:
         self._entries: dict[int, Entry] = {}
         self._keys: dict[Key, Binding] = {}
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number
-        self._pins_of: Counter[object] = Counter()
+        self._pins_of: dict[object, int] = {}  # peer -> its pins; absent: none
         self._draining: set[Entry] = set()
         self.next_id = first_id
         self._next_pin = 1
@@ -390,14 +390,15 @@ class Registry:
             entry, found_row, binding = self.find(key=key, cache_id=cache_id, row=row)
             if pin_id and ((peer, pin_id) in self._pins or (id(peer), pin_id) in self._early_releases):
                 raise ParamError(f"pin {pin_id} of this peer is in use, or was released before")
-            if self._pins_of[peer] >= MAX_PINS_PER_PEER:
+            held = self._pins_of.get(peer, 0)
+            if held >= MAX_PINS_PER_PEER:
                 text = f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
-            self._pins_of[peer] += 1
+            self._pins_of[peer] = held + 1
             entry.pins += 1
             if binding is not None:
                 binding.pins += 1

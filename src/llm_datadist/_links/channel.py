@@ -42,27 +42,23 @@ def tune(sock: socket.socket) -> None:
 class Waiter:
     """A caller that waits for one answer: a lock that the reader opens."""
 
-    __slots__ = ("_gate", "answer")
+    __slots__ = ("answer", "gate")
 
     def __init__(self) -> None:
         self.answer: Message | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    @property
-    def waiting(self) -> bool:
-        return self._gate.locked()
+        self.gate = threading.Lock()  # locked while it waits
+        self.gate.acquire()
 
     def wait(self, deadline: Deadline) -> None:
         """Return when woken, or at the deadline. Called once."""
-        woken = self._gate.acquire(blocking=False)  # usually the caller itself has read it
-        while not woken and not deadline.expired():
-            woken = self._gate.acquire(timeout=deadline.next_turn())
+        while not deadline.expired():
+            if self.gate.acquire(timeout=deadline.next_turn()):
+                return
 
     def wake(self, answer: Message | None) -> None:
         """Deliver the answer, or None if there will be none. Called at most once."""
         self.answer = answer
-        self._gate.release()
+        self.gate.release()
 
 
 class FrameParser:
@@ -272,11 +268,12 @@ class Channel:
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Wait for the answer or the deadline; read if the role is free."""
         try:
-            if self.reader is waiter or (waiter.waiting and self.take_role(waiter)):
+            if self.reader is waiter or (waiter.gate.locked() and self.take_role(waiter)):
                 self._read_for(waiter, deadline)
         finally:
             self.forgo(waiter)
-        waiter.wait(deadline)
+        if waiter.gate.locked():  # usually the caller itself has read it
+            waiter.wait(deadline)
 
     def forgo(self, waiter: Waiter) -> None:
         if self.reader is waiter:
@@ -290,7 +287,7 @@ class Channel:
 
         Another message goes to the control thread with the role, so frames are handled once, in order.
         """
-        while waiter.waiting and self._open and (seconds := deadline.next_turn()):
+        while waiter.gate.locked() and self._open and (seconds := deadline.next_turn()):
             go_on = self._receive(seconds)
             try:
                 while go_on and (payload := self._parser.take()) is not None:

@@ -304,7 +304,7 @@ class Link:
             channel.wait(waiter, deadline)
             waited = True
         finally:
-            if reader is not None:
+            if reader is not None and not waited:
                 reader.forgo(waiter)
             with requests.lock:
                 requests.waiters.pop(number, None)  # later answers are late

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
-from llm_datadist._native import listen_for_input
+from llm_datadist._native import BriefPoll, listen_for_input
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals
 from llm_datadist._threads import Work
 from llm_datadist.errors import StateError
@@ -47,6 +47,8 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer = select.epoll()  # of served sockets, and of the inherited epoll
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
+        self._poll = BriefPoll(self._outer.fileno())
+        self._expects = False
 
     def serve(self, sock: socket.socket, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever ``sock`` can be read. On the control thread."""
@@ -64,10 +66,16 @@ class _DirectSelector(selectors.EpollSelector):
             with suppress(ValueError):  # closed with the loop
                 self._outer.unregister(sock)
 
+    def expect(self) -> None:
+        """Poll before the next sleep: a message will follow within microseconds. On the control thread."""
+        self._expects = True
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait, call the direct callbacks, return the other events."""
         do_what_was_put_off()  # by finalizers that ran in a callback
-        asked = False
+        if self._expects and timeout != 0:
+            self._poll.run()
+        asked = self._expects = False
         for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
             callback = self._served.get(descriptor)
             if callback is not None:
@@ -116,6 +124,7 @@ class ControlLoop:
     def __init__(self) -> None:
         selector = _DirectSelector()
         self.serve, self.listen, self.dismiss = selector.serve, selector.listen, selector.dismiss
+        self.expect = selector.expect
         self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)

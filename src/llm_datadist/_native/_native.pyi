@@ -259,6 +259,13 @@ def plan_pieces(
 def plan_row(dst_offset: int, src_offset: int, length: int) -> NDArray[np.uint64]:
     """Return one run, shape ``(1, 3)``. ParamError: a value is negative."""
 
+def copy_rule() -> tuple[int, int, int, int]:
+    """Return how :func:`execute` chooses its stores.
+
+    (width of this processor's streaming stores in bits, 0: none; bytes of a transfer above which they are used; least
+    bytes of a run that uses them; bytes of a run that are prefetched while the one before it is copied)
+    """
+
 def execute(
     plan: Plan,
     dst: TensorList,
@@ -488,7 +495,10 @@ class LaneEngine:
         deadline_ns: int,
         cancelled: bytearray | None = None,
     ) -> tuple[Ending, int, int, str]:
-        """Start a job with the meta of :func:`encode_request`; wait for its end."""
+        """Start a job with the meta of :func:`encode_request`; :meth:`wait` for its end.
+
+        A signal handler's exception ends the job.
+        """
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> tuple[Ending, int, int, str]: ...
     def give_up(self, job: int) -> tuple[Ending, int, int, str]: ...
     def reply(
@@ -560,6 +570,14 @@ class SocketInput:
 
         It releases the GIL only to wait, first polling for 250 us while that pays. OSError: the connection is broken.
         """
+
+@final
+class BriefPoll:
+    """Polling of one descriptor before its owner sleeps on it: a wake-up often costs more than the wait."""
+
+    def __init__(self, fd: int) -> None: ...
+    def run(self) -> None:
+        """Return when it can be read, after 60 us at most, or at once while polling has not paid. Releases the GIL."""
 
 def listen_for_input(epoll: int, fd: int, listens: bool) -> None:
     """Set whether an epoll reports input of its descriptor. Keeps the GIL."""

@@ -103,7 +103,7 @@ public:
 private:
     void move_last() noexcept {
         if (bytes_ == 0) return;
-        move_(dst_, src_, bytes_);
+        (bytes_ < stream_cold_bytes ? move_plain : move_)(dst_, src_, bytes_);
         done_ += bytes_;
     }
 

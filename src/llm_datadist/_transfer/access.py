@@ -55,7 +55,7 @@ class AccessPolicy:
         return exports if may.push else replace(exports, writable=False)
 
     def require_move(self, link: object, *, push: bool) -> None:
-        may = self._of(_cluster(link))
+        may = self._may(link)
         if not (may.push if push else may.pull):
             raise _denied(link, "push" if push else "pull")
 
@@ -67,17 +67,17 @@ class AccessPolicy:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) on both sides")
 
     def require_locate(self, link: object) -> None:
-        if not self._of(_cluster(link)).locate:
+        if not self._may(link).locate:
             raise _denied(link, "locate")
 
     def require_key(self, link: object, key: Key) -> None:
-        models = self._of(_cluster(link)).models
+        models = self._may(link).models
         if isinstance(models, frozenset) and key[2] not in models:
             raise _denied(link, f"use model {key[2]}")
 
     def may_see(self, link: object, entry: Entry) -> bool:
         """Return False if the peer is limited to models without a key in the cache."""
-        models = self._of(_cluster(link)).models
+        models = self._may(link).models
         # A copy as in Entry.binding_of_row.
         return not isinstance(models, frozenset) or any(key[2] in models for key in list(entry.bindings))
 
@@ -86,7 +86,7 @@ class AccessPolicy:
             raise _denied(link, f"use cache {entry.cache_id}, which has no key of its models")
 
     def may_consume(self, link: object) -> bool:
-        return self._of(_cluster(link)).consume
+        return self._may(link).consume
 
     def require_consumed(self, link: object, cache_id: int) -> None:
         """Require the right to report a push that consumes a key. Also raises CacheNotFound."""
@@ -117,6 +117,9 @@ class AccessPolicy:
             raise ParamError(f"cache {entry.cache_id} was registered with remote_accessible=False")
         if not pin and self.needs_pin(entry):
             raise ParamError(f"cache {entry.cache_id} is read under a pin")
+
+    def _may(self, link: object) -> Permissions:
+        return _ALL if self._peers is None else self._of(_cluster(link))
 
     def _of(self, cluster_id: int | None) -> Permissions:
         if self._peers is None:

@@ -77,7 +77,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         guard_set = _guard_set(tensors, answer.guards)
-        if tensors.remote_guards:
+        if guard_set is None:
             tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
     except (LLMException, ValueError) as error:
         if answer.pin:
@@ -111,7 +111,7 @@ def keep(known: dict[Any, Any], key: object, value: object, most: int) -> None:
 
 
 def _guard_set(tensors: RemoteTensors, guards: list[Guarded]) -> GuardSet | None:
-    if tensors.remote_guards:
+    if tensors.connection.capabilities.remote_guards:
         return None
     return guards_of(tensors.connection, [(guard.slot, guard.generation) for guard in guards])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from llm_datadist._memory.host import cgroup_limits
-from llm_datadist._native import usable_cpus
+from llm_datadist._native import copy_rule, usable_cpus
 from llm_datadist.doctor.finding import Finding, Severity, judge
 from llm_datadist.doctor.versions import installed
 
@@ -78,6 +78,18 @@ def cpus() -> Finding:
     return judge("cpus", usable > 1, value, meaning, "taskset -pc 0-3 PID, or docker update --cpus 4 CONTAINER")
 
 
+def copies() -> Finding:
+    """Say how copies of mapped memory choose between streaming stores and stores through the caches."""
+    bits, above, least, ahead = copy_rule()
+    rule = f"streaming stores of {bits} bits above {above >> 10} KiB, for runs of {least >> 10} KiB or more"
+    meaning = (
+        "inproc, shm, copies and swaps: streaming stores bypass the caches, so large ones are faster and the model's "
+        "data stays there"
+    )
+    value = f"{rule if bits else 'no streaming stores'}; {ahead} bytes of the next run are prefetched"
+    return Finding("copies", Severity.OK, value, meaning)
+
+
 def numa() -> Finding:
     """Check whether this process may run on several NUMA nodes."""
     own = os.sched_getaffinity(0)
@@ -117,4 +129,15 @@ def loopback() -> Finding:
     return Finding("loopback", Severity.OK, "connected", meaning)
 
 
-CHECKS: Final = (descriptors, memlock, address_space, overcommit, cgroup_memory, cpus, numa, tcp_buffers, loopback)
+CHECKS: Final = (
+    descriptors,
+    memlock,
+    address_space,
+    overcommit,
+    cgroup_memory,
+    cpus,
+    copies,
+    numa,
+    tcp_buffers,
+    loopback,
+)
