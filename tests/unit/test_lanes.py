@@ -1,5 +1,6 @@
 """The Python side of the lanes: requests from strangers, plans in parts, groups, and handlers that fail."""
 
+import asyncio
 import os
 import select
 import socket
@@ -24,7 +25,7 @@ from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import LANE_PREAMBLE, Lanes, LaneSocket, dial_lanes
+from llm_datadist._transport.lanes import LANE_PREAMBLE, Lanes, LaneSocket, accept_lane, bulk_lanes, dial_lanes
 from llm_datadist._transport.moves import MoveReply, MoveRequest, decode_request
 from llm_datadist._transport.tcp import TcpConnection
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
@@ -352,3 +353,38 @@ def test_a_large_transfer_that_fails_in_between_moves_no_more_and_one_lane_serve
         quiet.answer(id, source)
         assert running.result(BUDGET_S) == whole.size
     assert np.array_equal(whole, source)
+
+
+@pytest.mark.parametrize(("cpus", "within"), [(1, 1), (2, 2), (3, 3), (4, 4), (64, 4)])
+def test_lanes_fit_the_path(cpus: int, within: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """127.0.0.2 stands for another host: its connections come from another address than they go to."""
+    monkeypatch.setattr(transport, "usable_cpus", lambda: cpus)
+    for address, lanes in (("127.0.0.1", within), ("127.0.0.2", 4)):
+        with socket.create_server((address, 0)) as server, ThreadPoolExecutor(1 + lanes) as far, ExitStack() as opened:
+            accepting = [far.submit(_accept, server, opened) for _ in range(1 + lanes)]
+            dialled = dial_lanes(server.getsockname(), bytes(16), None, Deadline(10_000))
+            for each in dialled:
+                opened.callback(each.socket.close)
+            assert len(dialled) == 1 + lanes
+            ends = [each.socket for each in dialled] + [each.result(BUDGET_S) for each in accepting]
+            unsent = {each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) for each in ends}
+            assert unsent == {1 << 20 if address == "127.0.0.1" else 512 << 10}
+            assert address != "127.0.0.1" or {_congestion_control(each) for each in ends} == {b"reno"}
+    with socket.socket() as broken:
+        assert bulk_lanes(broken) == 4, "a socket that has broken says no address"
+
+
+def _accept(server: socket.socket, opened: ExitStack) -> socket.socket:
+    sock = opened.enter_context(server.accept()[0])
+    sock.recv(64)
+    sock.setblocking(False)
+
+    async def accept() -> None:
+        await accept_lane(asyncio.get_running_loop(), sock)
+
+    asyncio.run(accept())
+    return sock
+
+
+def _congestion_control(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")

@@ -81,6 +81,7 @@ class LaneEngine:
         self.attach_lane = native.attach_lane
         self.drop_lane = native.drop_lane
         self.event_fd = native.event_fd
+        self.move = native.move
         self.refuse = native.refuse
         self.quiesce = native.quiesce
 
@@ -99,23 +100,6 @@ class LaneEngine:
         most 1 MiB, is for the target.
         """
         return self._native.start(lane, write, meta, plan, local.native, local.mapped)
-
-    def move(
-        self,
-        lane: int,
-        handle: bytes,
-        extent: int,
-        plan: Plan,
-        local: Tensors,
-        deadline_ns: int,
-        cancelled: bytearray | None,
-        *,
-        write: bool,
-    ) -> Outcome:
-        """Start a job for ``handle`` and :meth:`wait` for it. A signal handler's exception ends it."""
-        return Outcome(
-            *self._native.move(lane, write, handle, extent, plan, local.native, local.mapped, deadline_ns, cancelled)
-        )
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
         """Return, once, the end of a job. Runs signal handlers.

@@ -80,10 +80,6 @@ class RemoteTensors(Tensors):
     private: bool  # in the peer's non-pool memory
     handle: bytes = b""  # names the memory to the owner, with ``remote_guards``
 
-    @property
-    def remote_guards(self) -> bool:
-        return self.connection.capabilities.remote_guards
-
 
 class Transfer(msgspec.Struct, frozen=True, eq=False):
     """Work of one call, for a transport."""
@@ -136,9 +132,8 @@ class MemoryTorn(TransferFailed):
 class Recovery(Protocol):
     """Sockets beside the control channel, which may break while the link goes on. Threads: any."""
 
-    @property
-    def suspects(self) -> bool:
-        """True while sockets are suspected to be dead."""
+    suspects: set[int]
+    """Numbers of the sockets that are suspected to be dead."""
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
         """Drop the suspects without a byte since if the peer lives: the network dropped them. Return how many."""

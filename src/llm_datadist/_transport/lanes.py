@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, ReadAsked, ReplyCache, WriteAsked
+from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, ReadAsked, ReplyCache, WriteAsked, usable_cpus
 from llm_datadist._threads import Threads
 from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
 from llm_datadist._transport.moves import MoveOwner, answer, status_of
@@ -28,16 +28,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 MAX_LANES: Final = 10
-"""Lanes of a peer on one link: twice what it dials, as losses may be unnoticed here."""
+"""Lanes of a peer on one link: twice what a dialer makes at most, as losses may be unnoticed here."""
 
 LANE_PREAMBLE: Final = preamble(1)
 TOKEN_BYTES: Final = 16
 NONCE_BYTES: Final = 16
 _ACCEPTED: Final = b"\x01"
 _REFUSED: Final = "the peer rejected the lane token, or has lanes enough"
-# Limit on a lane's unsent bytes in the kernel. Without it, a hundred stuck readers hold gigabytes of the host's memory
-# for TCP, and all connections lose packets.
+#: Most lanes of a link for large transfers, beside the first: between hosts several connections use a line better.
+_MOST_BULK_LANES: Final = 4
+# Limits on a lane's unsent bytes in the kernel, between hosts and within one. Without them, a hundred stuck readers
+# hold gigabytes of the host's memory for TCP, and all connections lose packets.
 _UNSENT_BYTES: Final = 512 << 10
+_UNSENT_WITHIN_BYTES: Final = 1 << 20
+# Congestion control of lanes within a host, where nothing is lost. The default of some systems, bbr, sends by timers,
+# which costs a quarter of the CPU time.
+_RENO: Final = b"reno"
 
 _KEEPALIVE_SECONDS: Final = 5
 # A lane counts as idle as a silent one if its last byte came at most so much later.
@@ -63,21 +69,39 @@ def _expand(secret: bytes, dialer: bytes, listener: bytes) -> list[bytes]:
     return [hmac.digest(secret, use + dialer + listener + b"\x01", "sha256") for use in uses]
 
 
+def _within_host(sock: socket.socket) -> bool:
+    """Return True if both ends have one address; a host's other addresses count as other hosts."""
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except OSError:  # it has broken already
+        return False
+
+
+def bulk_lanes(sock: socket.socket) -> int:
+    """Return how many lanes for large transfers a dialer makes on the path of a connected socket.
+
+    Within a host more lanes than CPUs only take turns.
+    """
+    return min(_MOST_BULK_LANES, usable_cpus()) if _within_host(sock) else _MOST_BULK_LANES
+
+
 def dial_lanes(
-    address: tuple[str, int], token: bytes, count: int, deadline: Deadline, *, secret: bytes = b""
+    address: tuple[str, int], token: bytes, count: int | None, deadline: Deadline, *, secret: bytes = b""
 ) -> list[LaneSocket]:
     """Connect ``count`` lanes to a listener under its ``token``; after an error none is left open. Blocks.
 
+    None: one for small transfers, and :func:`bulk_lanes`.
     With the link's ``secret`` lanes are encrypted, and this side proves that it has the secret.
     """
     what = f"data lanes to {show_address(address)}"
     lanes: list[tuple[DialledSocket, bytes]] = []
     with ExitStack() as opened:
-        for _ in range(count):
+        while count is None or len(lanes) < count:
             lane, nonce = DialledSocket([address], deadline, what), secrets.token_bytes(NONCE_BYTES if secret else 0)
             lanes.append((lane, nonce))
             opened.callback(lane.socket.close)
             lane.connect(_tune)
+            count = count or 1 + bulk_lanes(lane.socket)
             lane.send(LANE_PREAMBLE + token + nonce)
         proven = [_prove(lane, secret, nonce) for lane, nonce in lanes]
         for lane, _ in lanes:
@@ -105,7 +129,12 @@ def _prove(lane: DialledSocket, secret: bytes, nonce: bytes) -> LaneSocket:
 def _tune(sock: socket.socket) -> None:
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        within = _within_host(sock)
+        unsent = _UNSENT_WITHIN_BYTES if within else _UNSENT_BYTES
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
+        if within:
+            with suppress(OSError):  # a system may refuse it; then its default stays
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
         # Networks drop idle connections. TCP_USER_TIMEOUT would also end the lane of a peer that pauses its reads.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
@@ -158,8 +187,9 @@ class LaneGroup:
         # Single operations on dicts and sets only.
         self._moved: dict[int, int] = {}  # lane -> time of its last byte (monotonic, ns); absent: never
         # Lanes on which a transfer timed out without a byte, and those as idle, until drop_suspects().
-        self._suspects: set[int] = set()
-        self._changed = threading.Condition(threading.Lock())  # protects all below
+        self.suspects: set[int] = set()
+        self._lock = threading.Lock()  # protects all below
+        self._changed = threading.Condition(self._lock)
         self.loads: dict[int, int] = {}  # lane -> bytes of this side's jobs on it
         self._waiting: list[LaneSocket] = []
         self._begun = False
@@ -170,7 +200,7 @@ class LaneGroup:
 
     def wait(self, sock: LaneSocket) -> bool:
         """Keep a socket until the group begins; return False if it has begun. Raises LinkRefused once closed."""
-        with self._changed:
+        with self._lock:
             if self.closed:
                 raise LinkRefused("the link of this lane has ended")
             if not self._begun:
@@ -178,7 +208,7 @@ class LaneGroup:
             return not self._begun
 
     def begin(self, link: object) -> None:
-        with self._changed:
+        with self._lock:
             self.link, self._begun = link, True
             waiting, self._waiting = self._waiting, []
         self.owner.add(self, *waiting)
@@ -191,7 +221,7 @@ class LaneGroup:
         """
         if deadline is not None and not self.loads:
             deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
-        with self._changed:
+        with self._lock:
             if not self.loads:
                 raise PeerLost("no data lane to the peer is left; link again", phase="copy")
             lanes = list(self.loads)
@@ -199,9 +229,15 @@ class LaneGroup:
             self.loads[lane] += nbytes
             return lane
 
-    def put(self, lane: int, nbytes: int, *, doubtful: bool = False) -> None:
-        """Subtract ``nbytes`` from a lane's load; ``doubtful``: a write without the owner's answer."""
-        with self._changed:
+    def put(self, lane: int, nbytes: int, *, moved: bool = False, doubtful: bool = False) -> None:
+        """Subtract ``nbytes`` from a lane's load.
+
+        ``moved``: the lane has moved bytes. ``doubtful``: a write without the owner's answer.
+        """
+        if moved:
+            self._moved[lane] = time.monotonic_ns()
+            self.suspects.discard(lane)
+        with self._lock:
             if lane in self.loads:
                 self.loads[lane] -= nbytes
             if doubtful:
@@ -209,7 +245,7 @@ class LaneGroup:
 
     def add(self, lane: int) -> bool:
         """Add a new lane; return False if the group is closed."""
-        with self._changed:
+        with self._lock:
             if not self.closed:
                 self.loads[lane] = 0
                 self._changed.notify_all()
@@ -217,11 +253,11 @@ class LaneGroup:
 
     def discard(self, lane: int) -> None:
         self._moved.pop(lane, None)
-        with self._changed:
+        with self._lock:
             self.loads.pop(lane, None)
 
     def lanes(self) -> list[int]:
-        with self._changed:
+        with self._lock:
             return list(self.loads)
 
     def close(self) -> None:
@@ -229,7 +265,7 @@ class LaneGroup:
         if self.owner._pid != HERE["pid"]:  # its copies end with the engine; a thread of the parent may lock
             return
         self.owner._by_token.pop(self.token, None)
-        with self._changed:
+        with self._lock:
             self.closed = True
             lanes, self.loads = list(self.loads), {}
             waiting, self._waiting = self._waiting, []
@@ -238,21 +274,13 @@ class LaneGroup:
         for sock in waiting:
             sock.socket.close()
 
-    def moved(self, lane: int) -> None:
-        self._moved[lane] = time.monotonic_ns()
-        self._suspects.discard(lane)
-
     def suspect(self, lane: int) -> None:
         """Suspect a lane, and all as idle: the network may have dropped the connections unnoticed."""
         latest = self._moved.get(lane, 0) + _AS_IDLE_NS
-        self._suspects |= {each for each in self.lanes() if self._moved.get(each, 0) <= latest} | {lane}
-
-    @property
-    def suspects(self) -> bool:
-        return bool(self._suspects)
+        self.suspects |= {each for each in self.lanes() if self._moved.get(each, 0) <= latest} | {lane}
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
-        suspects, self._suspects = self._suspects, set()
+        suspects, self.suspects = self.suspects, set()
         lost = sorted(suspects.intersection(self.lanes())) if peer_lives else []
         self.owner.drop(self, lost)
         return len(lost)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import RegionDescriptor
+    from llm_datadist._native import LaneEngine
 
 
 # Measured: a larger job that is given up blocks its lane too long.
@@ -54,12 +55,6 @@ _ANSWERED: Final = (Ending.GOOD, Ending.REFUSED, Ending.TRAILER)
 
 #: One thread fills a network of 100 Gb/s; copies of this process need the other cores.
 _MAX_THREADS: Final = 4
-LANES_PER_LINK: Final = 5
-"""Data lanes that the dialer of a link makes: one for small transfers, the rest for all.
-
-Measured on 2 CPUs, over loopback and between network namespaces: four beside the first move more than two or three.
-Between hosts, several connections use a line better than one.
-"""
 _CAPABILITIES: Final = Capabilities("tcp", shared_regions=True, non_pool_memory=True, remote_guards=True)
 
 
@@ -99,7 +94,7 @@ class TcpTransport(Transport):
         if not (verdict := self.judge(meeting)).possible:  # a transport that falls back on lanes has not asked
             raise LinkRefused(verdict.reason)
         dial = partial(dial_lanes, meeting.address, meeting.theirs[self.name], secret=meeting.secret)
-        group = self.lanes.open(dial(LANES_PER_LINK, meeting.deadline))
+        group = self.lanes.open(dial(None, meeting.deadline))
         return TcpConnection(group, writable=writable, reconnect=dial)
 
     def _group(self, meeting: Meeting) -> LaneGroup:
@@ -160,14 +155,18 @@ class TcpConnection(ServedConnection):
         self.group.close()  # running calls wait for their jobs, which end with the lanes
 
     def _move(self, transfer: Transfer) -> None:
-        local, remote, deadline = transfer.local, transfer.remote, transfer.deadline
-        check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
-        if time.monotonic_ns() >= deadline.expires_ns:
+        group, plan, local, remote = self.group, transfer.plan, transfer.local, transfer.remote
+        check_plan(plan, *((remote, local) if transfer.write else (local, remote)))
+        if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
         try:
-            # With a lane left, waiting for another thread that dials is not worth it.
-            self.group.redial(deadline, wait=not len(self.group))
-            _LaneTransfer(self, transfer).run()
+            if len(group.loads) < group.wanted:
+                # With a lane left, waiting for another thread that dials is not worth it.
+                group.redial(transfer.deadline, wait=not group.loads)
+            if is_one_request(plan):
+                _move_at_once(self, transfer)
+            else:
+                _LaneTransfer(self, transfer, group.owner.engine).run()
         except LinkError as error:
             if self._aborted:
                 raise TransferAborted(f"{transfer.what}: the tcp connection was aborted", phase="copy") from error
@@ -183,6 +182,32 @@ class _Part(NamedTuple):
     nbytes: int
 
 
+def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
+    """Move a small transfer by one native call."""
+    group, plan, remote, write = connection.group, transfer.plan, transfer.remote, transfer.write
+    local, deadline, engine = transfer.local, transfer.deadline, group.owner.engine
+    lane = group.take(plan.nbytes, deadline)
+    try:
+        end = engine.move(
+            lane,
+            write,
+            remote.handle,
+            remote.extent,
+            plan,
+            local.native,
+            local.mapped,
+            deadline.expires_ns,
+            deadline.cancelled,
+        )
+    except BaseException:  # of a signal, which has ended the job
+        group.put(lane, plan.nbytes, doubtful=write)
+        raise
+    if end[0] is Ending.GOOD:
+        group.put(lane, plan.nbytes, moved=True)
+    else:
+        _LaneTransfer(connection, transfer, engine).finish_only(_Part(0, lane, plan.nbytes), Outcome(*end))
+
+
 class _LaneTransfer:
     """One transfer, in parts, each on the lane with the smallest load. Threads: the caller's.
 
@@ -190,9 +215,9 @@ class _LaneTransfer:
     at a time, and none on the oldest of several lanes.
     """
 
-    def __init__(self, connection: TcpConnection, transfer: Transfer) -> None:
+    def __init__(self, connection: TcpConnection, transfer: Transfer, engine: LaneEngine) -> None:
         self._connection = connection
-        self._engine = connection.group.owner.engine
+        self._engine = engine
         self._group = connection.group
         self._transfer = transfer
         self._deadline = transfer.deadline
@@ -201,12 +226,6 @@ class _LaneTransfer:
 
     def run(self) -> None:
         """Move every part. Once this returns or raises, nothing touches local memory."""
-        if is_one_request(self._transfer.plan):
-            self._run_alone()
-        else:
-            self._run_parts()
-
-    def _run_parts(self) -> None:
         plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
         large = plan.nbytes > _MAX_PART_BYTES
         shared = max(1, len(self._group) - large)
@@ -227,17 +246,9 @@ class _LaneTransfer:
         finally:
             self._give_up()
 
-    def _run_alone(self) -> None:
-        """Move the only part by one native call, which keeps small transfers cheap."""
-        plan, local, remote = self._transfer.plan, self._transfer.local, self._transfer.remote
-        until, cancelled, write = self._deadline.expires_ns, self._deadline.cancelled, self._transfer.write
-        lane = self._group.take(plan.nbytes, self._deadline)
-        try:
-            outcome = self._engine.move(lane, remote.handle, remote.extent, plan, local, until, cancelled, write=write)
-        except BaseException:  # of a signal, which has ended the job
-            self._group.put(lane, plan.nbytes, doubtful=write)
-            raise
-        self._ended(_Part(0, lane, plan.nbytes), outcome)
+    def finish_only(self, part: _Part, outcome: Outcome) -> None:
+        """Account for the only part, and raise its error."""
+        self._ended(part, outcome)
         self._judge(outcome)
 
     def _judge(self, outcome: Outcome) -> None:
@@ -276,9 +287,8 @@ class _LaneTransfer:
 
     def _ended(self, part: _Part, outcome: Outcome) -> None:
         self._done += outcome.nbytes
-        self._group.put(part.lane, part.nbytes, doubtful=self._transfer.write and outcome.ending not in _ANSWERED)
-        if outcome.nbytes:
-            self._group.moved(part.lane)
+        doubtful = self._transfer.write and outcome.ending not in _ANSWERED
+        self._group.put(part.lane, part.nbytes, moved=outcome.nbytes > 0, doubtful=doubtful)
         if outcome.ending is Ending.LOST or outcome.code == LOST:
             self._group.discard(part.lane)  # the event follows later
         elif outcome.ending is Ending.TIMEOUT and not outcome.nbytes and not self._deadline.was_cancelled():
