@@ -5,9 +5,10 @@
 Each peer is an LLMDataDist with a link of its own and one thread, and pulls one block again and again, another one each
 time, from a blocks cache that was resolved before. The peers are spread over --processes processes beside that of the
 owner. The transports take turns; those that wait are stopped. Every word of the owner's cache says where it is; each
-peer compares each hundredth block that it pulls, and the last, with its memory cleared before. Prints the median round:
-pulls per second of all peers, the most pulls of one peer by the fewest of one ("fairness"), and the CPU seconds of the
-owner and of all peers for each 1000 pulls.
+peer compares each hundredth block that it pulls, and the last, with its memory cleared before. Prints the median, the
+lowest and the highest of all rounds: pulls per second of all peers; the most pulls of one peer by the fewest of one
+("fairness"), and the ninth decile by the first; the most CPU seconds of one process of peers by the fewest of one; the
+CPU seconds of the owner and of all peers for each 1000 pulls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -137,6 +138,8 @@ class Turn:
 
     pulls_per_s: float
     fairness: float
+    deciles: float  # the ninth by the first
+    cpu_share: float  # most by fewest CPU seconds of the processes of peers
     owner_cpu: float  # seconds for each 1000 pulls
     peers_cpu: float
 
@@ -174,10 +177,23 @@ class Scene:
             end.begin(pull_all, begin, begin + seconds)
         answers = [end.finish(seconds + 60) for end in self._crowd]
         owner_cpu = self._owner.do(cpu_seconds) - before
-        pulls = [count for counts, _ in answers for count in counts]
-        thousands = sum(pulls) / 1000
-        peers_cpu = sum(cpu for _, cpu in answers)
-        return Turn(sum(pulls) / seconds, max(pulls) / min(pulls), owner_cpu / thousands, peers_cpu / thousands)
+        pulls, cpu = sorted(count for counts, _ in answers for count in counts), [cpu for _, cpu in answers]
+        thousands, tenth = sum(pulls) / 1000, len(pulls) // 10
+        return Turn(
+            pulls_per_s=sum(pulls) / seconds,
+            fairness=pulls[-1] / max(1, pulls[0]),
+            deciles=pulls[-1 - tenth] / max(1, pulls[tenth]),
+            cpu_share=max(cpu) / max(1e-3, min(cpu)),
+            owner_cpu=owner_cpu / thousands,
+            peers_cpu=sum(cpu) / thousands,
+        )
+
+
+def _show(transport: str, turns: list[Turn], options: argparse.Namespace) -> None:
+    print(f"{transport}: {options.peers} peers in {options.processes} processes, {options.kib} KiB")
+    for field in fields(Turn):
+        found = sorted(getattr(turn, field.name) for turn in turns)
+        print(f"  {field.name:<12} {found[len(found) // 2]:10.4g}  ({found[0]:.4g} to {found[-1]:.4g})")
 
 
 def main() -> int:
@@ -207,12 +223,7 @@ def main() -> int:
             turns[transport].append(scene.turn(options.seconds))
             scene.signal(signal.SIGSTOP)
         for transport, found in turns.items():
-            one = sorted(found, key=lambda turn: turn.pulls_per_s)[len(found) // 2]
-            print(
-                f"{transport}: {options.peers} peers in {options.processes} processes, {options.kib} KiB: "
-                f"{one.pulls_per_s:.0f} pulls/s, fairness {one.fairness:.2f}, CPU seconds for 1000 pulls: "
-                f"owner {one.owner_cpu:.4f}, peers {one.peers_cpu:.4f}"
-            )
+            _show(transport, found, options)
     return 0
 
 

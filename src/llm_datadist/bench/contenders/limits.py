@@ -224,23 +224,27 @@ class _Way(NamedTuple):
     wait: Wait
     unsent: int | None
     """TCP_NOTSENT_LOWAT of the sender in bytes; None: no bound."""
+    reno: bool
+    """True: the sender's congestion control is reno; False: the system's."""
 
     def __str__(self) -> str:
         how = {Wait.BLOCKING: "blocking", Wait.LOW_WATER: "SO_RCVLOWAT", Wait.SPINNING: "spinning"}[self.wait]
         bound = f", {self.unsent >> 10} KiB unsent" if self.unsent else ""
-        return f"{how}, {self.streams} stream{'s' if self.streams > 1 else ''}{bound}"
+        return f"{how}, {self.streams} stream{'s' if self.streams > 1 else ''}{bound}{', reno' if self.reno else ''}"
 
 
 _STREAMS: Final = 2
-_UNSENT: Final = (None, 512 << 10)
-_WAYS: Final = tuple(_Way(*each) for each in product(range(1, _STREAMS + 1), Wait, _UNSENT))
+_UNSENT: Final = (None, 512 << 10, 1 << 20)
+_WAYS: Final = tuple(_Way(*each) for each in product(range(1, _STREAMS + 1), Wait, _UNSENT, (False, True)))
 _NO_BOUND: Final = (1 << 31) - 1
-_TRIALS: Final = 4
+_TRIALS: Final = 3
+_NAME_BYTES: Final = 16  # of a congestion control
+_RENO: Final = b"reno"
 _STEP: Final = struct.Struct("<I")
 
 
 class TcpRaw(Contender):
-    """One or two TCP streams without framing, in the fastest of twelve ways; of one block a request and its answer.
+    """One or two TCP streams without framing, in the fastest of 36 ways; of one block a request and its answer.
 
     A stream sends the first ``blocks`` rows of every tensor: contiguous, so the block size makes no difference.
     A request is the number of a step; requester and owner wait in blocking calls.
@@ -267,6 +271,13 @@ class TcpRaw(Contender):
         self._streams: list[socket.socket] = []
         self._stopping = False
         self._way = _WAYS[0]
+        with socket.socket() as fresh:
+            self._systems = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+            try:
+                fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
+                self._ways = _WAYS
+            except OSError:  # the system refuses it
+                self._ways = tuple(way for way in _WAYS if not way.reno)
         if self.role is Role.DESTINATION:
             return {}
         self._listener = socket.create_server((HOST, 0))
@@ -278,15 +289,16 @@ class TcpRaw(Contender):
         self._threads = ThreadPoolExecutor(1, "bench-stream")
         for number in range(_STREAMS):
             self._streams.append(stream := socket.socket())
-            _prepare(stream)
+            self._prepare(stream)
             stream.connect((HOST, facts["port"]))
             stream.sendall(bytes([number]))
         if self._answers:
             return {"transport": "tcp", "way": "request and answer"}
         times: dict[_Way, float] = {}
         for _ in range(_TRIALS):  # in turns, because a machine's speed changes
-            for self._way in _WAYS:
-                times[self._way] = min(self.timed(1)[0], times.get(self._way, math.inf))
+            for way in self._ways:
+                self._way = way
+                times[way] = min(self.timed(1)[0], times.get(way, math.inf))
         self._way = min(times, key=times.__getitem__)
         return {"transport": "tcp", "way": str(self._way)}
 
@@ -310,6 +322,7 @@ class TcpRaw(Contender):
 
     def _stream(self, stream: socket.socket, number: int, way: _Way, *, send: bool) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, way.unsent or _NO_BOUND)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO if way.reno else self._systems)
         stream_raw(stream, self._parts[way.streams][number], send=send, wait=way.wait)
 
     def verify(self, seed: int) -> bool:
@@ -331,11 +344,21 @@ class TcpRaw(Contender):
         for stream in self._streams:
             stream.close()
 
+    def _prepare(self, stream: socket.socket) -> None:
+        bound = struct.pack("ll", _STREAM_S, 0)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            stream.setsockopt(socket.SOL_SOCKET, option, _STREAM_BUFFER_BYTES)
+        if self._answers and self._ways is _WAYS:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
+
     def _serve(self) -> None:
         try:
             stream, _ = self._listener.accept()
             self._streams.append(stream)
-            _prepare(stream)
+            self._prepare(stream)
             [number] = stream.recv(1)
             while self._answers and (asked := stream.recv(_STEP.size)):
                 stream_raw(stream, self._steps[_STEP.unpack(asked)[0]], send=True)
@@ -351,12 +374,3 @@ class TcpRaw(Contender):
 
 def _slices(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
     return RawBlocks.of([each.reshape(-1)[begin:end].reshape(1, -1) for each in tensors], np.zeros(1, np.int64))
-
-
-def _prepare(stream: socket.socket) -> None:
-    bound = struct.pack("ll", _STREAM_S, 0)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        stream.setsockopt(socket.SOL_SOCKET, option, _STREAM_BUFFER_BYTES)

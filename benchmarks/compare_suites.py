@@ -1,0 +1,73 @@
+"""Print what several runs of the standard suite reached, for docs/notes/floors.md: a table in Markdown.
+
+    python -m benchmarks.compare_suites quiet=1.json,2.json,3.json,4.json,5.json busy=6.json,...
+
+Each argument is a load of the machine and the files that ``llm-datadist bench --json`` wrote under it. For each floor:
+what is wanted; under each load the median, and the lowest and the highest in brackets; in how many of all runs it was
+met. Before it, one line for each load: how many runs, and how much the memcpy of the pulls over shm changed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llm_datadist.bench.rows import Row
+from llm_datadist.bench.suite import Floor, floors
+
+_rows_of: Final = msgspec.json.Decoder(list[Row]).decode
+
+
+def _load(names: str) -> list[list[Row]]:
+    return [_rows_of(Path(name).read_bytes()) for name in names.split(",")]
+
+
+def _show_memcpy(load: str, runs: list[list[Row]]) -> str:
+    """Say how even the runs were, by memcpy beside the pull of 1 MiB blocks over shm."""
+    limits = [row.limit_gb_per_s for rows in runs for row in rows if _is_memcpy(row) and row.limit_gb_per_s]
+    return f"{load}: {len(runs)} runs, memcpy {min(limits, default=0):.1f} to {max(limits, default=0):.1f} GB/s"
+
+
+def _is_memcpy(row: Row) -> bool:
+    return (row.op, row.transport, row.block_bytes) == ("pull", "shm", 1 << 20)
+
+
+def _cell(found: list[Floor]) -> str:
+    values = sorted(floor.measured for floor in found if floor.measured is not None)
+    if not values:
+        return "not measured"
+    return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
+
+
+def _wanted(every: list[Floor]) -> str:
+    """Beside a busy thread a floor depends on what its own run measured without one."""
+    bounds = sorted({floor.wanted for floor in every})
+    shown = " to ".join(f"{each:.4g}" for each in dict.fromkeys((bounds[0], bounds[-1])))
+    return f"at {'most' if every[0].at_most else 'least'} {shown} {every[0].unit}"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the lines and the table."""
+    loads = {load: _load(names) for load, _, names in (each.partition("=") for each in arguments)}
+    if not loads:
+        print(__doc__)
+        return 2
+    for load, runs in loads.items():
+        print(_show_memcpy(load, runs))
+    asked = {load: list(zip(*map(floors, runs), strict=True)) for load, runs in loads.items()}
+    print(f"\n| floor | wanted | {' | '.join(loads)} | met |")
+    print("|---|---|" + "---|" * len(loads) + "---|")
+    for each in zip(*asked.values(), strict=True):
+        every = [floor for found in each for floor in found]
+        cells = [every[0].what, _wanted(every), *(_cell(list(found)) for found in each)]
+        judged = [floor.met for floor in every if floor.met is not None]
+        print(f"| {' | '.join(cells)} | {sum(judged)} of {len(judged)} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
