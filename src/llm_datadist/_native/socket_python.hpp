@@ -98,7 +98,7 @@ public:
     }
 
 private:
-    static constexpr std::int64_t most_ns = 60'000;  // measured: enough from an answer to the report of a pull of 64 KiB
+    static constexpr std::int64_t most_ns = 60'000;  // measured: to the report of a pull of 64 KiB
 
     int fd_;
     BusyWait busy_wait_;
