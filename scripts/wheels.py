@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import ziglang
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +82,7 @@ def _suffix(processor: str) -> str:
 
 
 def check(wheel: Path, processor: str) -> None:
-    """Exit with what is wrong with the wheel: its tag, its modules, their processor, or a library that they need.
+    """Exit with what is wrong with the wheel: its tag, or its modules: processor, libraries that they need, exports.
 
     auditwheel makes the tag from the versions of symbols; it accepts modules whose name no interpreter looks for.
     """
@@ -104,12 +105,21 @@ def _check_module(module: str, elf: ELFFile, processor: str) -> None:
     loaders = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
     if foreign := _needed(elf) - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
         sys.exit(f"{module} needs {sorted(foreign)}: may need glibc only")
+    entry = {f"PyInit_{Path(module).name.partition('.')[0]}"}
+    if (exported := _exported(elf)) != entry:
+        sys.exit(f"{module} exports {sorted(exported)}: may export {entry} only")
 
 
 def _needed(elf: ELFFile) -> set[str]:
     dynamic = elf.get_section_by_name(".dynamic")
     assert isinstance(dynamic, DynamicSection)
     return {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
+
+
+def _exported(elf: ELFFile) -> set[str]:
+    symbols = elf.get_section_by_name(".dynsym")
+    assert isinstance(symbols, SymbolTableSection)
+    return {each.name for each in symbols.iter_symbols() if each.name and each["st_shndx"] != "SHN_UNDEF"}
 
 
 if __name__ == "__main__":
