@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
+    from llm_datadist.integrations.vllm.store_worker import StoreWorker
+
 BLOCKS, TOKENS = 64, 8
 PROMPT = list(range(20))  # three blocks
 #: A step without tokens.
@@ -44,42 +46,54 @@ NOTHING: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, 
 KERNEL = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), isa="vec")
 
 
+def configured(role: str, **extra: Any) -> tuple[Any, Any]:
+    """Return the configuration of an engine of that role, and its cache of one layer."""
+    given = {"pool": False} | extra
+
+    def option(name: str, default: Any = None) -> Any:
+        return given.get(name, default)
+
+    transfer = SimpleNamespace(
+        engine_id=role,
+        is_kv_producer=role != "decode",
+        is_kv_consumer=role != "prefill",
+        get_from_extra_config=option,
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        cache_config=SimpleNamespace(block_size=TOKENS, prefix_caching_hash_algo="sha256"),
+        model_config=SimpleNamespace(max_model_len=BLOCKS * TOKENS, get_total_num_kv_heads=lambda: 2),
+        lora_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={"layer": KERNEL}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    cache = SimpleNamespace(
+        transfer_group_ids=[0],
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])],
+        kv_cache_tensors=[SimpleNamespace(size=BLOCKS * 2 * TOKENS * 64)],
+        num_blocks=BLOCKS,
+        select_transfer_block_ids=lambda ids: ids,
+    )
+    return config, cache
+
+
+def register_kv(rank: RankWorker | StoreWorker, device: str) -> torch.Tensor:
+    """Return the KV cache of a rank, on that device."""
+    kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8, device=device)
+    rank.register({"layer": kv})
+    rank.use_copies(copy_as_cuda)
+    return kv
+
+
 class Engine:
     """A scheduler and a worker, with the KV cache of one layer."""
 
     def __init__(self, role: str, device: str = "cpu", **extra: Any) -> None:
-        given = {"pool": False} | extra
-
-        def option(name: str, default: Any) -> Any:
-            return given.get(name, default)
-
-        transfer = SimpleNamespace(
-            engine_id=role,
-            is_kv_producer=role != "decode",
-            is_kv_consumer=role != "prefill",
-            get_from_extra_config=option,
-        )
-        config: Any = SimpleNamespace(
-            kv_transfer_config=transfer,
-            cache_config=SimpleNamespace(block_size=TOKENS),
-            model_config=SimpleNamespace(max_model_len=BLOCKS * TOKENS, get_total_num_kv_heads=lambda: 2),
-            lora_config=None,
-            compilation_config=SimpleNamespace(static_forward_context={"layer": KERNEL}),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        )
-        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32)
-        cache: Any = SimpleNamespace(
-            transfer_group_ids=[0],
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])],
-            kv_cache_tensors=[SimpleNamespace(size=BLOCKS * 2 * TOKENS * 64)],
-            num_blocks=BLOCKS,
-            select_transfer_block_ids=lambda ids: ids,
-        )
+        config, cache = configured(role, **extra)
         self.scheduler = Scheduler(config, cache)
         self.worker = RankWorker(config, cache)
-        self.kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8, device=device)
-        self.worker.register({"layer": self.kv})
-        self.worker.use_copies(copy_as_cuda)
+        self.kv = register_kv(self.worker, device)
         if (endpoint := self.worker.endpoint()) is not None:
             self.scheduler.take_endpoints({(0, 0): endpoint})
         self.ended: dict[str, bool] = {}  # fetches: whether they came
