@@ -156,7 +156,7 @@ public:
             body->thread_of(started.lane).post_and_wait([lane = started.lane, id](LaneThread& thread) {
                 thread.with(lane, [&](Lane& found) { found.give_up(id); });
             });
-        const std::optional<Outcome> outcome = started.ticket->wait_until(0);
+        const std::optional<Outcome> outcome = started.ticket->now();
         forget(id);
         return outcome.value_or(Outcome{});  // without a lane or a thread its ticket is finished
     }
@@ -236,7 +236,7 @@ private:
         std::optional<Outcome> outcome;
         body->thread_of(started.lane)
             .receive_here(started.lane, std::min(until_ns, monotonic_ns() + BusyWait::most_ns),
-                          [&] { return (outcome = started.ticket->wait_until(0)).has_value(); });
+                          [&] { return (outcome = started.ticket->now()).has_value(); });
         const std::lock_guard<std::mutex> lock(mutex_);
         busy_wait_.tell(outcome.has_value());
         return outcome;

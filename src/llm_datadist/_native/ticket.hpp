@@ -48,6 +48,12 @@ public:
         return outcome_;
     }
 
+    // As wait_until(0), without the two system calls that this costs.
+    std::optional<Outcome> now() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return outcome_;
+    }
+
 private:
     std::mutex mutex_;
     std::condition_variable finished_;
