@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from llm_datadist.bench import ContenderFailed, WrongBytes, contenders
-from llm_datadist.bench.contenders import LIMITS, PEERS, find, why_not, why_not_importable
+from llm_datadist.bench.contenders import LIMITS, PEERS, find, limits, why_not, why_not_importable
 from llm_datadist.bench.contenders.base import Contender, Role
 from llm_datadist.bench.contenders.limits import (
     RawBlocks,
@@ -387,6 +387,26 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
         with pytest.raises(Exception, match=text):
             contender.verify(3)
         last[row, -1] = kept
+
+
+@pytest.mark.parametrize("op", [Op.PULL, Op.PUSH])
+def test_four_streams_move_the_right_bytes_where_cpus_are_left_for_them(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(TcpRaw, "streams", (4,))
+    ends = source, destination = [TcpRaw(role, work(op, 5001)) for role in TcpRaw.roles]
+    facts = source.start()
+    destination.start()
+    said = destination.connect(facts)
+    for each in ends:
+        each.fill(3)
+        each.poison()
+    destination.transfer()
+    assert "4 streams" in said["way"]
+    assert [each.verify(3) for each in ends] == [op is Op.PUSH, op is Op.PULL]
+    for each in ends:
+        each.stop()
 
 
 def test_a_lost_source_is_told() -> None:

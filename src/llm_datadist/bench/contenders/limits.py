@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from llm_datadist._native import _limits
+from llm_datadist._native import _limits, usable_cpus
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.bench.workload import BenchWorkload, Bytes, Op, private_tensors, tensors_like
@@ -233,9 +233,7 @@ class _Way(NamedTuple):
         return f"{how}, {self.streams} stream{'s' if self.streams > 1 else ''}{bound}{', reno' if self.reno else ''}"
 
 
-_STREAMS: Final = 2
 _UNSENT: Final = (None, 512 << 10, 1 << 20)
-_WAYS: Final = tuple(_Way(*each) for each in product(range(1, _STREAMS + 1), Wait, _UNSENT, (False, True)))
 _NO_BOUND: Final = (1 << 31) - 1
 _TRIALS: Final = 3
 _NAME_BYTES: Final = 16  # of a congestion control
@@ -244,15 +242,17 @@ _STEP: Final = struct.Struct("<I")
 
 
 class TcpRaw(Contender):
-    """One or two TCP streams without framing, in the fastest of 36 ways; of one block a request and its answer.
+    """TCP streams without framing, in the fastest of 36 ways, of 54 with eight CPUs; of one block a request and answer.
 
-    A stream sends the first ``blocks`` rows of every tensor: contiguous, so the block size makes no difference.
-    A request is the number of a step; requester and owner wait in blocking calls.
+    One or two streams, with eight CPUs also four, send the first ``blocks`` rows of every tensor: contiguous, so the
+    block size makes no difference. A request is the number of a step; requester and owner wait in blocking calls.
 
     Threads: ``bench-stream``, one for each stream except the destination's first.
     """
 
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
+    streams: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    _way: _Way  # from `connect` on
 
     def start(self) -> Facts:
         here = self.workload
@@ -263,31 +263,30 @@ class TcpRaw(Contender):
             numbers = here.src_blocks if self.role is Role.SOURCE else here.dst_blocks
             self._steps = RawBlocks.of(tensors, numbers).steps(here.blocks)
         nbytes = tensors[0].size // work.SPREAD
-        middle = nbytes // 2
         self._parts = {
-            1: [_slices(tensors, 0, nbytes)],
-            2: [_slices(tensors, 0, middle), _slices(tensors, middle, nbytes)],
+            count: [_slices(tensors, nbytes * n // count, nbytes * (n + 1) // count) for n in range(count)]
+            for count in self.streams
         }
         self._streams: list[socket.socket] = []
         self._stopping = False
-        self._way = _WAYS[0]
+        self._ways = [_Way(*each) for each in product(self.streams, Wait, _UNSENT, (False, True))]
         with socket.socket() as fresh:
             self._systems = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
             try:
                 fresh.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
-                self._ways = _WAYS
+                self._reno = True
             except OSError:  # the system refuses it
-                self._ways = tuple(way for way in _WAYS if not way.reno)
+                self._reno = False
         if self.role is Role.DESTINATION:
             return {}
         self._listener = socket.create_server((HOST, 0))
-        self._threads = ThreadPoolExecutor(_STREAMS, "bench-stream")
-        self._served = [self._threads.submit(self._serve) for _ in range(_STREAMS)]
+        self._threads = ThreadPoolExecutor(max(self.streams), "bench-stream")
+        self._served = [self._threads.submit(self._serve) for _ in range(max(self.streams))]
         return {"port": self._listener.getsockname()[1]}
 
     def connect(self, facts: Facts) -> Facts:
-        self._threads = ThreadPoolExecutor(1, "bench-stream")
-        for number in range(_STREAMS):
+        self._threads = ThreadPoolExecutor(max(self.streams) - 1, "bench-stream")
+        for number in range(max(self.streams)):
             self._streams.append(stream := socket.socket())
             self._prepare(stream)
             stream.connect((HOST, facts["port"]))
@@ -295,12 +294,17 @@ class TcpRaw(Contender):
         if self._answers:
             return {"transport": "tcp", "way": "request and answer"}
         times: dict[_Way, float] = {}
+        usable = [way for way in self._ways if self._usable(way)]
         for _ in range(_TRIALS):  # in turns, because a machine's speed changes
-            for way in self._ways:
+            for way in usable:
                 self._way = way
                 times[way] = min(self.timed(1)[0], times.get(way, math.inf))
         self._way = min(times, key=times.__getitem__)
         return {"transport": "tcp", "way": str(self._way)}
+
+    def _usable(self, way: _Way) -> bool:
+        several = way.streams <= max(2, usable_cpus() // 2) and self._parts[way.streams][0].block_bytes > 0
+        return several and self._reno >= way.reno
 
     def transfer_one(self, index: int) -> None:
         stream = self._streams[0]
@@ -315,7 +319,7 @@ class TcpRaw(Contender):
 
     def _move(self, number: int) -> None:
         stream, sends = self._streams[number], self.workload.op is Op.PUSH
-        stream.sendall(bytes([_WAYS.index(self._way)]))
+        stream.sendall(bytes([self._ways.index(self._way)]))
         self._stream(stream, number, self._way, send=sends)
         if sends and stream.recv(1) != _GO:
             raise ConnectionError("the source closed the stream")
@@ -351,7 +355,7 @@ class TcpRaw(Contender):
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             stream.setsockopt(socket.SOL_SOCKET, option, _STREAM_BUFFER_BYTES)
-        if self._answers and self._ways is _WAYS:
+        if self._answers and self._reno:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
 
     def _serve(self) -> None:
@@ -365,7 +369,7 @@ class TcpRaw(Contender):
             # This sees the flag, or stop() the stream.
             while not self._stopping and (asked := stream.recv(1)):
                 sends = self.workload.op is Op.PULL
-                self._stream(stream, number, _WAYS[asked[0]], send=sends)
+                self._stream(stream, number, self._ways[asked[0]], send=sends)
                 if not sends:
                     stream.sendall(_GO)
         except OSError:
