@@ -33,7 +33,7 @@ def kind_of_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def engine() -> Iterator[LaneEngine]:
-    """One thread, which soon gives up a payload that nobody wants."""
-    engine = LaneEngine(1, drain_ms=300)
+    """One thread."""
+    engine = LaneEngine(1)
     yield engine
     engine.close()

@@ -222,8 +222,8 @@ def test_a_refused_write_reads_nothing_more_of_local_memory(engine: LaneEngine) 
         assert engine.wait(later, deadline()).ending is Ending.GOOD
 
 
-def test_a_refused_payload_that_does_not_end_costs_the_lane(engine: LaneEngine) -> None:
-    with Wire(engine) as wire:
+def test_a_refused_payload_that_does_not_end_costs_the_lane() -> None:
+    with closing(LaneEngine(1, drain_ms=300)) as engine, Wire(engine) as wire:
         wire.send(WRITE, 5, declared=1 << 48)
         asked = next_event(engine, WriteAsked)
         engine.refuse(asked.lane, asked.id, 1, "x" * 5000)
