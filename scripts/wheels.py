@@ -82,7 +82,7 @@ def _suffix(processor: str) -> str:
 
 
 def check(wheel: Path, processor: str) -> None:
-    """Exit with what is wrong with the wheel: its tag, or its modules: processor, libraries that they need, exports.
+    """Exit with what is wrong with the wheel: its tag, or a module's name, processor, libraries or exports.
 
     auditwheel makes the tag from the versions of symbols; it accepts modules whose name no interpreter looks for.
     """

@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -389,24 +390,25 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
         last[row, -1] = kept
 
 
+@pytest.mark.parametrize(("streams", "cpus", "chosen"), [((4,), 4, "4 streams"), ((1, 4), 3, "1 stream")])
 @pytest.mark.parametrize("op", [Op.PULL, Op.PUSH])
-def test_four_streams_move_the_right_bytes_where_cpus_are_left_for_them(
-    op: Op, monkeypatch: pytest.MonkeyPatch
+def test_four_streams_are_tried_where_there_are_four_cpus(
+    op: Op, streams: tuple[int, ...], cpus: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "usable_cpus", lambda: 8)
-    monkeypatch.setattr(TcpRaw, "streams", (4,))
+    monkeypatch.setattr(limits, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(TcpRaw, "streams", streams)
     ends = source, destination = [TcpRaw(role, work(op, 5001)) for role in TcpRaw.roles]
-    facts = source.start()
-    destination.start()
-    said = destination.connect(facts)
-    for each in ends:
-        each.fill(3)
-        each.poison()
-    destination.transfer()
-    assert "4 streams" in said["way"]
-    assert [each.verify(3) for each in ends] == [op is Op.PUSH, op is Op.PULL]
-    for each in ends:
-        each.stop()
+    with ExitStack() as at_end:
+        facts = source.start()
+        at_end.callback(source.stop)
+        destination.start()
+        at_end.callback(destination.stop)
+        assert chosen in destination.connect(facts)["way"]
+        for each in ends:
+            each.fill(3)
+            each.poison()
+        destination.transfer()
+        assert [each.verify(3) for each in ends] == [op is Op.PUSH, op is Op.PULL]
 
 
 def test_a_lost_source_is_told() -> None:

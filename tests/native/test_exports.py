@@ -1,4 +1,4 @@
-"""What the compiled modules show to the dynamic loader."""
+"""Symbols that the compiled modules export."""
 
 import subprocess
 from types import ModuleType

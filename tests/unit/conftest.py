@@ -33,7 +33,7 @@ def kind_of_lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def engine() -> Iterator[LaneEngine]:
-    """One thread."""
+    """An engine with one thread."""
     engine = LaneEngine(1)
     yield engine
     engine.close()

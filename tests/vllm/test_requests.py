@@ -79,7 +79,7 @@ def configured(role: str, **extra: Any) -> tuple[Any, Any]:
 
 
 def register_kv(rank: RankWorker | StoreWorker, device: str) -> torch.Tensor:
-    """Return the KV cache of a rank, on that device."""
+    """Register a KV cache of zeros on that device; return it."""
     kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8, device=device)
     rank.register({"layer": kv})
     rank.use_copies(copy_as_cuda)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -14,18 +14,22 @@ import torch
 from llm_datadist.integrations.vllm import rank
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
+from tests.support.moves import wait_until
 from tests.vllm.stored import RemoteStore
 from tests.vllm.test_requests import BLOCKS, configured, register_kv
 from tests.vllm.test_staging import WAYS, device_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
+def until_one_ends(worker: StoreWorker) -> tuple[Any, Any]:
+    """Return a worker's results, and what it tells the scheduler, once a load or a save has ended."""
+    found: list[Any] = []
 
-def until(worker: StoreWorker, ended: Callable[[Any], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not ended(worker.results()):
-        assert time.monotonic() < limit
+    def ends() -> bool:
+        found[:] = worker.results(), worker.take_told()
+        return bool(found[0].finished_recving or (found[1] and found[1].ended))
+
+    wait_until(ends, 60)
+    return found[0], found[1]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -34,12 +38,13 @@ def test_staged_blocks_go_to_a_store_and_come_back_in_another_engine(way: str, m
     monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(rank, "identity_of", lambda _: {"weights": "w"})
     device, keys = device_of(way, monkeypatch), [bytes([number]) * 32 for number in range(3)]
-    with RemoteStore() as store:
+    with RemoteStore() as store, ExitStack() as at_end:
         options = {"store": store.address, "store_options": {"lookup_ms": 60_000}, "staging": True}
-        workers = [StoreWorker(*configured("both", **options)) for _ in range(2)]
-        saves, loads = (register_kv(each, device) for each in workers)
-        one, other = workers
-        assert all(each.client.connect(60) for each in workers)
+        workers = one, other = [StoreWorker(*configured("both", **options)) for _ in range(2)]
+        for worker in workers:
+            at_end.callback(worker.stop)
+        saves, loads = (register_kv(worker, device) for worker in workers)
+        assert all(worker.client.connect(60) for worker in workers)
         assert one.copier.slots["layer"].is_cuda is (way == "cuda")
         for kv in (saves, loads):
             kv.random_(-128, 127)
@@ -48,12 +53,12 @@ def test_staged_blocks_go_to_a_store_and_come_back_in_another_engine(way: str, m
         one.obey(StoreOrders(save=(1, keys, [5, 9, 1], [3, 0, 8])), idle=False)
         one.save()
         saves.fill_(-1)
-        until(one, lambda _: bool((told := one.take_told()) and told.ended == {1: 1} and not told.unsaved))
+        _, told = until_one_ends(one)
+        assert (told.ended, told.unsaved) == ({1: 1}, set())
         hit = other.client.lookup(keys)
         assert len(hit) == 3
         other.obey(StoreOrders(loads={"a": ([hit.to_bytes()], [7, 2, BLOCKS - 1], [1, 4, 0])}), idle=True)
-        until(other, lambda found: found.finished_recving == {"a"} and not found.failed_recving)
+        results, _ = until_one_ends(other)
+        assert (results.finished_recving, results.failed_recving) == ({"a"}, set())
         assert torch.equal(loads, wanted)
         other.client.release(hit)
-        for worker in workers:
-            worker.stop()

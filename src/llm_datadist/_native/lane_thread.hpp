@@ -3,7 +3,6 @@
 // While it sleeps, callers run their commands themselves. Only the holder of the turn touches lanes.
 #pragma once
 
-#include <sched.h>
 #include <sys/epoll.h>
 
 #include <atomic>
@@ -108,12 +107,13 @@ public:
     }
 
     // Receives for a waiting caller, until `done` or `until_ns`; the lane thread sleeps. Returns at once if that is
-    // awake. Yields between two looks: the peer may be on this CPU.
+    // awake. Yields between two looks: the peer may be on this CPU. Another process may get it instead, and all that
+    // comes on the lane waits meanwhile.
     template <typename Done>
     void receive_here(std::uint64_t number, std::int64_t until_ns, Done&& done) {
         if (!set_received_here(number, true)) return;
         try {
-            for (; !done() && monotonic_ns() < until_ns; ::sched_yield()) {
+            for (; !done() && monotonic_ns() < until_ns; std::this_thread::yield()) {
                 const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
                 if (turn && !receive_once(number)) break;
             }
