@@ -1,4 +1,4 @@
-"""Executor that never does refused work.
+"""Executor that never does refused work, and calls that the interpreter's exit waits for.
 
 The standard library's queues work first. If no thread can be started then, ``submit`` raises, and a later thread does
 the work: a copy into memory that its caller has reused.
@@ -6,13 +6,16 @@ the work: a copy into memory that its caller has reused.
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from llm_datadist._deadline import Deadline
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode
 
@@ -101,6 +104,37 @@ class Threads(AbstractContextManager["Threads"]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+
+def finish_before_exit(function: Callable[[], T]) -> T:
+    """Call a function that the interpreter's exit must not end half way: the exit waits for daemon threads in it.
+
+    Before Python 3.14 the exit ends daemon threads by unwinding their stacks, and Rust code there aborts the process.
+    Once the exit has begun, a daemon thread stays here for ever, as it would at its next step.
+    """
+    thread = threading.current_thread()
+    if not thread.daemon:
+        return function()
+    try:
+        _finishing.add(thread)
+        if not _exiting.is_set():
+            return function()
+    finally:
+        _finishing.discard(thread)
+    threading.Event().wait()
+    raise AssertionError
+
+
+def _wait_at_exit() -> None:
+    _exiting.set()
+    Deadline(_EXIT_MS).poll(lambda: not any(thread.is_alive() for thread in list(_finishing)))
+
+
+_finishing: Final[set[threading.Thread]] = set()
+_exiting: Final = threading.Event()
+_EXIT_MS: Final = 10_000
+atexit.register(_wait_at_exit)
+os.register_at_fork(after_in_child=_finishing.clear)
 
 
 class Work(Generic[T]):

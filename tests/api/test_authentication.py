@@ -40,7 +40,7 @@ from tests.support.layers import Always, outcome, raw, spanned
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, linked, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import pair_of
-from tests.support.source import run
+from tests.support.source import ROOT, run
 from tests.support.users import USER, become
 
 FAILED = LLMStatusCode.LLM_LINK_FAILED
@@ -217,6 +217,40 @@ def test_the_derived_key_reaches_no_file_system(tmp_path: Path, proc: bool) -> N
     done = run(*command)
     said = "[]\n" if proc else "llm.AuthSecretFile: a certificate needs memfd_create and /proc: "
     assert done.stdout.startswith(said), done.stderr
+
+
+#: One thread makes certificates when the process exits, another one wants to later.
+_EXITS = """
+import atexit, sys, threading, time
+from cryptography import x509
+
+def number():
+    issuing.set()
+    time.sleep(0.3)
+    print("issued", flush=True)
+    return 7
+
+def init(begin):
+    begin.wait()
+    World("w").start("DECODER", 1, make_config(extra={"llm.AuthSecretFile": sys.argv[1]}))
+
+x509.random_serial_number = number
+issuing, late, now = threading.Event(), threading.Event(), threading.Event()
+now.set()
+atexit.register(time.sleep, 0.2)
+atexit.register(late.set)  # runs after what the library registers
+from tests.support.world import World, make_config
+for begin in (now, late):
+    threading.Thread(target=init, args=(begin,), daemon=True).start()
+issuing.wait()
+"""
+
+
+def test_the_exit_waits_for_certificates_of_daemon_threads_and_begins_none(tmp_path: Path) -> None:
+    """Rust code makes them: a thread that the exit ends there aborts the process."""
+    options = secret_file(tmp_path / "secrets", one=SECRET)
+    ended = run(sys.executable, "-c", _EXITS, options["llm.AuthSecretFile"], cwd=ROOT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "issued\n" * 2, "")
 
 
 def test_a_derived_key_without_a_descriptor_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

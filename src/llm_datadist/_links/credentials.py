@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from llm_datadist._links.tls_session import Context, TlsSession
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
+from llm_datadist._threads import finish_before_exit
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
 from llm_datadist.errors import AuthFailed, LLMException, LLMStatusCode, OutOfMemory, ParamError
 
@@ -222,23 +223,10 @@ def _no_password() -> str:
 
 def _derived(known: Sequence[Secret]) -> Callable[[ssl.SSLContext], None]:
     """Return a loader: of a new certificate that only owners of the secret can issue, and of the CAs of all secrets."""
-    try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-    except ImportError:
-        text = f"{AUTH_SECRET} needs the package cryptography: pip install 'open-datadist[auth]'"
-        raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED) from None
-    seeds = (HKDF(SHA256(), 32, None, b"open-datadist: CA of a shared secret").derive(each.value) for each in known)
-    issuers = [Ed25519PrivateKey.from_private_bytes(each) for each in seeds]
-    key, pem = Ed25519PrivateKey.generate(), serialization.Encoding.PEM
-    authorities = [_certificate(each, each).public_bytes(pem) for each in issuers]
-    chain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    chain += _certificate(key, issuers[0]).public_bytes(pem)
+    chain, authorities = finish_before_exit(partial(_issue, known))
 
     def load(context: ssl.SSLContext) -> None:
-        context.load_verify_locations(cadata=b"".join(authorities).decode())
+        context.load_verify_locations(cadata=authorities)
         # Python's ssl takes keys from files only; this is on no disk.
         try:
             with os.fdopen(new_memfd("llm-datadist-key"), "wb", buffering=0) as file:
@@ -251,6 +239,24 @@ def _derived(known: Sequence[Secret]) -> Callable[[ssl.SSLContext], None]:
             raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from None
 
     return load
+
+
+def _issue(known: Sequence[Secret]) -> tuple[bytes, str]:
+    """Return a new key with its certificate, and the CAs of all secrets, as PEM. Runs Rust code."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError:
+        text = f"{AUTH_SECRET} needs the package cryptography: pip install 'open-datadist[auth]'"
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED) from None
+    seeds = (HKDF(SHA256(), 32, None, b"open-datadist: CA of a shared secret").derive(each.value) for each in known)
+    issuers = [Ed25519PrivateKey.from_private_bytes(each) for each in seeds]
+    key, pem = Ed25519PrivateKey.generate(), serialization.Encoding.PEM
+    chain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    chain += _certificate(key, issuers[0]).public_bytes(pem)
+    return chain, b"".join(_certificate(each, each).public_bytes(pem) for each in issuers).decode()
 
 
 def _certificate(key: Ed25519PrivateKey, issuer: Ed25519PrivateKey) -> Certificate:
