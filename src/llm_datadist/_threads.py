@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from llm_datadist._deadline import Deadline
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode
 
@@ -127,12 +127,14 @@ def finish_before_exit(function: Callable[[], T]) -> T:
 
 def _wait_at_exit() -> None:
     _exiting.set()
-    Deadline(_EXIT_MS).poll(lambda: not any(thread.is_alive() for thread in list(_finishing)))
+    until = time.monotonic() + _EXIT_SECONDS
+    while any(thread.is_alive() for thread in list(_finishing)) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 _finishing: Final[set[threading.Thread]] = set()
 _exiting: Final = threading.Event()
-_EXIT_MS: Final = 10_000
+_EXIT_SECONDS: Final = 10.0
 atexit.register(_wait_at_exit)
 os.register_at_fork(after_in_child=_finishing.clear)
 
