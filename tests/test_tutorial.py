@@ -112,7 +112,7 @@ def test_a_line_that_is_not_printed_as_promised_is_found(tmp_path: Path) -> None
 
 
 def test_a_host_without_a_compiler_is_told_so_before_anything_is_made(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "CMakeLists.txt", "scripts"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "CMakeLists.txt", "cmake", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     (programs := tmp_path / "programs").mkdir()
     (programs / "python3").symlink_to(f"{sys.base_prefix}/bin/python3")
