@@ -5,7 +5,7 @@
 The strangers live in this process, and dial again when they are hung up on, at a rate. Meanwhile a linked peer pulls,
 by blocks and by key: the second asks the owner's control thread, which also greets the strangers; remote cache access
 is on, so that nothing is consumed. Every byte that it pulls is compared. Printed are the times quiet and beside the
-strangers, in turns; the verdict is of the medians, because on a machine that others use the 99th percentile is theirs.
+strangers, in turns.
 """
 
 import argparse
@@ -40,7 +40,6 @@ BLOCKS_KEY: Final = BlocksCacheKey(1, 0)
 #: Strangers on their way at a time: the queue of a listener is not longer, and a second passes before one comes again.
 _COMING: Final = 100
 _KINDS: Final = ("blocks", "key")
-#: Most times that the median of the pulls may grow.
 _RATIO: Final = 2.0
 REALTIME: Final = "both ends go first, where others use the machine too"
 
@@ -204,7 +203,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         text += f"({len(beside)} pulls); p99 {beside99 / quiet99:.2f} times; {came['said']} came, "
         mib = (after[1] - before[1]) / 2**20
         text += f"{came['welcomed']} welcomed; +{after[0] - before[0]} descriptors, {mib:+.1f} MiB"
-        yield f"{transport:4} by {kind:6} {manner:6}: {text}", bool(beside50 <= _RATIO * quiet50)
+        yield f"{transport:4} by {kind:6} {manner:6}: {text}", bool(beside99 <= _RATIO * quiet99)
 
 
 OPTIONS: Final = {
