@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import secrets
 import select
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import HERE
+from llm_datadist._log import logger
 from llm_datadist._native import close_elsewhere, readable
 from llm_datadist._native.signals import hold_signals
 from llm_datadist._transport.cma import probe
@@ -56,8 +56,6 @@ _LONGEST_PATH: Final = 107  # of a unix socket, without the final null
 _CONNECT_PACE_S: Final = 0.002
 _ACCEPT_PAUSE_S: Final = 1.0
 _ADMISSION_PACE_S: Final = 100e-6
-
-_log = logging.getLogger(__name__)
 
 _Callback = Callable[[PeerMemory | LinkError], None]
 
@@ -127,7 +125,7 @@ class SameHostListener:
             return
         except OSError as error:
             # Out of descriptors. The backlog stays readable and would keep the loop busy, so pause.
-            _log.warning("%r cannot accept and pauses for %.0f s: %s", self, _ACCEPT_PAUSE_S, error)
+            logger.warning("%r cannot accept and pauses for %.0f s: %s", self, _ACCEPT_PAUSE_S, error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
             self._resume = loop.call_later(_ACCEPT_PAUSE_S, self.start, loop)
@@ -138,7 +136,7 @@ class SameHostListener:
                 raise LinkRefused(f"{MAX_PENDING} accepted peers have not said anything yet")
             peer_credentials(sock, self._exports.users)
         except LinkRefused as error:
-            _log.info("same-host peer refused: %s", error)
+            logger.info("same-host peer refused: %s", error)
             with suppress(OSError):
                 send_packet(sock, Refusal(str(error)), [])
             close_elsewhere([sock.detach()])
@@ -199,7 +197,7 @@ class SameHostListener:
         asyncio.get_running_loop().remove_reader(sock.fileno())
         close_elsewhere([sock.detach()])
         if reason is not None:
-            _log.info("same-host peer dropped: %s", reason)
+            logger.info("same-host peer dropped: %s", reason)
 
     def _close_here(self) -> None:
         loop = self._loop
