@@ -32,6 +32,27 @@ inline Py_ssize_t send_now(int fd, nb::handle data) {
     return sent;
 }
 
+inline bool has_input(int fd, std::int64_t within_ns) {
+    pollfd asked{fd, POLLIN, 0};
+    const auto left = std::max<std::int64_t>(within_ns, 0);
+    const timespec most{left / 1'000'000'000, left % 1'000'000'000};
+    return ::ppoll(&asked, 1, &most, nullptr) != 0;
+}
+
+// Polls for `poll_ns`, unless that was in vain of late; then sleeps until `most_ns` have passed.
+inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t poll_ns, std::int64_t most_ns) {
+    const bool polls = busy_wait.begin();
+    if (!polls && most_ns == 0) return;
+    bool come = false;
+    {
+        const GilReleased released;
+        const std::int64_t begin = monotonic_ns();
+        while (polls && !come && monotonic_ns() < begin + poll_ns) come = has_input(fd, 0);
+        if (!come && most_ns > 0) has_input(fd, begin + most_ns - monotonic_ns());
+    }
+    if (polls) busy_wait.tell(come);
+}
+
 // Input of a stream socket that the caller owns. Used under the GIL.
 class SocketInput {
 public:
@@ -46,7 +67,8 @@ public:
         };
         bool empty = nothing();
         if (empty && seconds > 0) {
-            wait(seconds);
+            const auto most = static_cast<std::int64_t>(seconds * 1e9);
+            wait_for_input(fd_, busy_wait_, std::min(most, BusyWait::most_ns), most);
             empty = nothing();
         }
         if (empty) return nb::none();
@@ -56,26 +78,6 @@ public:
     }
 
 private:
-    void wait(double seconds) {
-        const bool polls = busy_wait_.begin();
-        const std::int64_t most = static_cast<std::int64_t>(seconds * 1e9);
-        bool come = false;
-        {
-            const GilReleased released;
-            const std::int64_t end = monotonic_ns() + most, poll_end = end - most + std::min(most, BusyWait::most_ns);
-            while (polls && !come && monotonic_ns() < poll_end) come = ready(0);
-            if (!come) ready(end - monotonic_ns());
-        }
-        if (polls) busy_wait_.tell(come);
-    }
-
-    bool ready(std::int64_t most_ns) const {
-        pollfd asked{fd_, POLLIN, 0};
-        const auto left = std::max<std::int64_t>(most_ns, 0);
-        const timespec most{left / 1'000'000'000, left % 1'000'000'000};
-        return ::ppoll(&asked, 1, &most, nullptr) != 0;
-    }
-
     int fd_;
     BusyWait busy_wait_;
 };
@@ -85,17 +87,7 @@ class BriefPoll {
 public:
     explicit BriefPoll(int fd) : fd_(fd) {}
 
-    void run() {
-        if (!busy_wait_.begin()) return;
-        bool come = false;
-        {
-            const GilReleased released;
-            const std::int64_t end = monotonic_ns() + most_ns;
-            pollfd asked{fd_, POLLIN, 0};
-            while (!come && monotonic_ns() < end) come = ::poll(&asked, 1, 0) != 0;
-        }
-        busy_wait_.tell(come);
-    }
+    void run() { wait_for_input(fd_, busy_wait_, most_ns, 0); }
 
 private:
     static constexpr std::int64_t most_ns = 60'000;  // measured: to the report of a pull of 64 KiB
