@@ -239,7 +239,7 @@ def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) ->
     assert end.world.dd.statistics().swap.staging_bytes == 0
     manager.swap_blocks(host, paged, {3: 0, 4: 7})
     kv = moved(kv, cpu, [(0, 3), (7, 4)])
-    # Interface R10: four buffers of a block's size.
+    # Four buffers of a block's size (interface R10).
     assert end.world.dd.statistics().swap.staging_bytes == (4 * 48 if device else 0)
     for cache, wanted in zip(caches, (src, dst, kv, cpu, cpu), strict=True):
         same_bytes(read(memory_of(cache)), wanted)

@@ -446,7 +446,7 @@ def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: L
                     tensor[row] = source[block]
             for name, wanted in held.items():
                 same_bytes(end.do(show, name), wanted)
-    # Interface R10: four buffers of a block's size.
+    # Four buffers of a block's size (interface R10).
     assert end.world.dd.statistics().swap.staging_bytes == (4 * 64 if device else 0)
     # With a size, rows of unequal length will do (interface R8).
     wide = end.do(made, "wide", Shape(width=17), 4)
