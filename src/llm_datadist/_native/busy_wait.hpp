@@ -15,7 +15,7 @@ public:
     // Measured: an idle peer's time to answer.
     static constexpr std::int64_t most_ns = 250'000;
 
-    // If true, tell() must follow.
+    // If true, tell() follows a poll.
     bool begin() noexcept {
         if (!useful_) return false;
         if (left_out_ == 0) return true;

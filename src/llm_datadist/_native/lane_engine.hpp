@@ -93,10 +93,17 @@ public:
         auto ciphers = keys != nullptr ? std::make_unique<LaneCiphers>(*keys) : nullptr;
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
         // std::function copies its command; a descriptor cannot be copied.
-        auto shared = std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
-        const bool posted = body->thread_of(lane).post([lane, shared, replies](LaneThread& thread) {
-            thread.add(lane, std::move(shared->first), std::move(shared->second), replies);
-        });
+        bool posted = false;
+        try {
+            auto shared =
+                std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
+            posted = body->thread_of(lane).post([lane, shared, replies](LaneThread& thread) {
+                thread.add(lane, std::move(shared->first), std::move(shared->second), replies);
+            });
+        } catch (...) {
+            body->fds.remove(raw);
+            throw;
+        }
         if (!posted) body->fds.remove(raw);
     }
 
@@ -224,7 +231,8 @@ private:
     }
 
     // Serves the lane here for 250 us, or longer if another process gets the CPU, which counts as a failure: a small
-    // job's answer then wakes no thread. After failures later jobs wait instead.
+    // job's answer then wakes no thread. After failures later jobs wait instead. Returns at once if the lane thread is
+    // awake.
     std::optional<Outcome> spin(std::uint64_t id, const Started& started, std::int64_t until_ns) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
@@ -235,9 +243,8 @@ private:
         if (!body) return std::nullopt;
         const std::int64_t soon = std::min(until_ns, monotonic_ns() + BusyWait::most_ns);
         std::optional<Outcome> outcome;
-        body->thread_of(started.lane).receive_here(started.lane, soon, [&] {
-            return (outcome = started.ticket->now()).has_value();
-        });
+        const auto ended = [&] { return (outcome = started.ticket->now()).has_value(); };
+        if (!body->thread_of(started.lane).receive_here(started.lane, soon, ended)) return std::nullopt;
         const bool came = outcome && monotonic_ns() < soon;
         const std::lock_guard<std::mutex> lock(mutex_);
         busy_wait_.tell(came);

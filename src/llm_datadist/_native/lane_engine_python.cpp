@@ -150,6 +150,7 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
 inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
                          std::uint64_t extent, const MovePlan& plan, const TensorList& tensors, bool mapped,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
+    stop_of(deadline_ns, cancelled);  // refuses a wrong one before the job begins
     const std::uint64_t job = engine.start(lane, kind_of(write), request_meta(handle, extent, plan, write),
                                            spans_of(plan, tensors, !write), mapped);
     return py_wait(engine, job, deadline_ns, cancelled);

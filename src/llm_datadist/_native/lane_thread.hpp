@@ -68,7 +68,10 @@ public:
     }
 
     void start(const std::string& name) {
-        thread_ = quiet_thread(name, [this] { run(); });
+        thread_ = quiet_thread(name, [this] {
+            run();
+            ended_.open();
+        });
     }
 
     // Loses every lane, runs every posted command, ends the thread. Called once.
@@ -96,32 +99,33 @@ public:
         return true;
     }
 
-    // As post(), but waits until the command has run.
+    // As post(), but waits until the command has run, or the thread has ended: then no lane is left.
     void post_and_wait(Command command) {
         auto latch = std::make_shared<Latch>();
-        if (post([command = std::move(command), latch](LaneThread& thread) {
-                command(thread);
-                latch->open();
-            }))
-            latch->wait();
+        const bool posted = post([command = std::move(command), latch](LaneThread& thread) {
+            command(thread);
+            latch->open();
+        });
+        (posted ? *latch : ended_).wait();
     }
 
-    // Receives for a waiting caller, until `done` or `until_ns`; the lane thread sleeps. Returns at once if that is
-    // awake. Yields between two looks: the peer may be on this CPU. Another process may get it instead, and all that
-    // comes on the lane waits meanwhile.
+    // Receives for a waiting caller, until `done` or about `until_ns`; the lane's input does not wake the lane thread
+    // meanwhile. Returns false, at once, if that is awake, or another caller receives. Yields between two looks: the
+    // peer may be on this CPU. Another process may get it instead, and all that comes on the lane waits meanwhile.
     template <typename Done>
-    void receive_here(std::uint64_t number, std::int64_t until_ns, Done&& done) {
-        if (!set_received_here(number, true)) return;
+    bool receive_here(std::uint64_t number, std::int64_t until_ns, Done&& done) {
+        if (!begin_receiving_here(number)) return false;
         try {
             for (; !done() && monotonic_ns() < until_ns; std::this_thread::yield()) {
                 const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
                 if (turn && !receive_once(number)) break;
             }
         } catch (...) {
-            set_received_here(number, false);
+            end_receiving_here(number);
             throw;
         }
-        set_received_here(number, false);
+        end_receiving_here(number);
+        return true;
     }
 
     void close_in_child() {
@@ -208,13 +212,23 @@ private:
         bool open_ = false;
     };
 
-    // Begins or ends receive_here(); false if it cannot begin.
+    bool begin_receiving_here(std::uint64_t number) {
+        const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+        return turn && set_received_here(number, true);
+    }
+
+    // The lane thread does it soon if it has the turn: a caller that waited for that could wait long.
+    void end_receiving_here(std::uint64_t number) {
+        try {
+            post([number](LaneThread& thread) { thread.set_received_here(number, false); });
+        } catch (const std::bad_alloc&) {
+            const std::lock_guard<std::mutex> turn(turn_);
+            set_received_here(number, false);
+        }
+    }
+
+    // Under the turn; false if there is no change.
     bool set_received_here(std::uint64_t number, bool here) {
-        std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
-        if (!here)
-            turn.lock();
-        else if (!turn.try_lock())
-            return false;
         const auto found = lanes_.find(number);
         if (found == lanes_.end() || found->second.received_here == here) return false;
         found->second.received_here = here;
@@ -351,6 +365,7 @@ private:
     Fd epoll_{checked(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")};
     Bell bell_;
     std::thread thread_;
+    Latch ended_;
 
     std::mutex turn_;  // protects the five below; the lane thread releases it only to sleep
     CipherBuffers buffers_;  // outlives the lanes
