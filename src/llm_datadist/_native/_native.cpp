@@ -124,6 +124,7 @@ NB_MODULE(_native, m) {
     translate_rule_errors();
     translate_process_errors();
     watch_forks();
+    forget_closers_in_children();
 
     bind_counts(m);
     bind_plans(m);

@@ -36,7 +36,7 @@ inline std::string repr_of(PyObject* object) {
     refuse(name, "[", at, "] is ", repr_of(item), ": must be in [0, 2**63)");
 }
 
-// Value of an int or a subclass; runs no Python code.
+// Value of an int or a subclass; runs no Python code but for an error's text.
 inline std::int64_t int_value(PyObject* item, const char* name, Py_ssize_t at) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);

@@ -39,7 +39,8 @@ inline bool has_input(int fd, std::int64_t within_ns) {
     return ::ppoll(&asked, 1, &most, nullptr) != 0;
 }
 
-// Polls for `poll_ns`, unless that was in vain of late; then sleeps until `most_ns` have passed.
+// Waits for input: polls for `poll_ns`, unless that was in vain of late, then sleeps until `most_ns` have passed. A
+// signal ends it, too.
 inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t poll_ns, std::int64_t most_ns) {
     const bool polls = busy_wait.begin();
     if (!polls && most_ns == 0) return;
@@ -96,7 +97,7 @@ private:
     BusyWait busy_wait_;
 };
 
-// EPOLLET alone reports only the end of the connection, once.
+// EPOLLET alone reports only errors, and once both sides have shut down: not the peer's end of stream.
 inline void listen_for_input(int epoll, int fd, bool listens) {
     epoll_event wanted{};
     wanted.events = listens ? EPOLLIN : EPOLLET;

@@ -36,9 +36,7 @@ constexpr std::int64_t look_for_signals_every_ns = 20'000'000;
 // caller, under the GIL.
 class Interruptible final : public Interrupt {
 public:
-    Interruptible() {
-        if (::getpid() == ::gettid()) next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;
-    }
+    Interruptible() = default;
 
     ~Interruptible() { take_back(); }
 
@@ -46,7 +44,7 @@ public:
     Interruptible& operator=(const Interruptible&) = delete;
 
     bool now() noexcept override {
-        if (next_look_ns_ == 0) return false;
+        if (!looks_) return false;
         if (!::pthread_equal(::pthread_self(), caller_)) return raised_.load(std::memory_order_relaxed);
         if (!raised_.load(std::memory_order_relaxed) && monotonic_ns() >= next_look_ns_) look();
         return raised_.load(std::memory_order_relaxed);
@@ -73,7 +71,8 @@ private:
     }
 
     pthread_t caller_ = ::pthread_self();
-    std::int64_t next_look_ns_ = 0;  // 0: never
+    const bool looks_ = ::getpid() == ::gettid();
+    std::int64_t next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;  // of the caller alone
     std::atomic<bool> raised_{false};
     PyThreadState* released_ = PyEval_SaveThread();
 };

@@ -1,6 +1,7 @@
 // Unmapping and closing on new threads, without the interpreter, which may lack memory for a thread.
 #pragma once
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -28,6 +29,10 @@ inline bool unmap_elsewhere(std::uint64_t address, std::uint64_t nbytes, std::ui
 }
 
 inline std::atomic<int> closing{0};  // not yet closed by close_elsewhere()
+
+inline void forget_closers_in_children() {
+    pthread_atfork(nullptr, nullptr, [] { closing = 0; });
+}
 
 // With SO_LINGER, set by a socket's sender, the last close may block. Closes here if no thread can be started.
 inline void close_elsewhere(const std::vector<int>& fds) {
