@@ -125,3 +125,22 @@ def test_after_the_end_no_job_starts_and_one_that_goes_on_keeps_its_source_until
     meet.wait()
     assert task.synchronize() is LLMStatusCode.LLM_ENGINE_FINALIZED
     assert (released, one.send.mock_calls) == (["source"], [call(0)])
+
+
+def test_a_job_that_ends_while_it_sends_asks_for_no_further_layer(tasks: Tasks) -> None:
+    """Its synchronizer may wait for the thread that ended it, and that one for the job."""
+    one, synchronizer, released = destination(range(2)), Always(), list[str]()
+    job = TransferJob(tasks.name(), [one], synchronizer, lambda: released.append("source"))
+    one.send.side_effect = lambda _: job.end(LLMException("over", status_code=FAILED))
+    assert tasks.start(job).get_results() == [FAILED]
+    assert ([layer for layer, _ in synchronizer.asked], released) == ([0], ["source"])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_job_for_which_no_thread_can_be_started_gives_its_source_back(tasks: Tasks, error: type[Exception]) -> None:
+    job, released = _job(tasks, destination(range(1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=error("none")))
+        with pytest.raises(LLMException, match="no thread can be started: none"):
+            tasks.start(job)
+    assert (job.done, released) == (True, ["source"])

@@ -119,7 +119,7 @@ class TransferJob:
             self._sending = False
             if last:
                 self._results[i] = LLMStatusCode.LLM_SUCCESS
-        return True
+            return self._ended is None  # else end() has left the rest to this thread
 
     def _synchronized(self, layer: int, selected: list[int]) -> bool:
         """Wait until a layer is ready; return False if the job is over."""
@@ -310,8 +310,9 @@ class Tasks:
                 self._jobs.append(job)
             try:
                 job.thread.start()
-            except RuntimeError as error:
-                raise LLMException(f"{job.name}: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
+            except (RuntimeError, MemoryError) as error:
+                text = f"{job.name}: no thread can be started: {error}"
+                raise LLMException(text, status_code=LLMStatusCode.LLM_FAILED) from error
         except LLMException as refusal:
             job.end(refusal)
             raise
