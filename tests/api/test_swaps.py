@@ -2,6 +2,7 @@
 under it: workers, staging buffers and their memory, devices that fail (interface R10), and what is refused."""
 
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
-from llm_datadist.errors import OutOfMemory
+from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMStatusCode, Placement
+from llm_datadist.errors import CacheNotFound, OutOfMemory
 from llm_datadist.testing import StagedDevice
 from tests.support.ends import Call
 from tests.support.kinds import LocalEnd, World
@@ -298,6 +299,58 @@ def test_a_cache_deallocated_during_a_swap_keeps_its_memory_until_the_swap_has_e
     swap.result()
     assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 0)
     same_bytes(show(world, "other"), content)
+
+
+@pytest.mark.parametrize("pairs", [EVERY_OTHER, {0: 3, 1: 3}], ids=["at once", "in order"])
+@pytest.mark.parametrize("out", [False, True])
+def test_a_signal_handler_may_swap_too_once_a_staged_swap_has_ended(
+    end: LocalEnd, out: bool, pairs: dict[int, int]
+) -> None:
+    main, copying, handled = threading.get_ident(), threading.Event(), list[bool]()
+
+    class Ringing(StagedDevice):
+        def ring(self) -> None:
+            if not copying.is_set():
+                copying.set()
+                signal.pthread_kill(main, signal.SIGUSR1)
+
+        def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
+            self.ring()
+            super().copy_from_device(dst, src, nbytes)
+
+        def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
+            self.ring()
+            super().copy_to_device(dst, src, nbytes)
+
+    def handle(number: int, frame: object) -> None:
+        scene.move(pairs, out=out)
+        handled.append(copying.is_set())
+
+    scene, before = start(end, Ringing()), signal.signal(signal.SIGUSR1, handle)
+    try:
+        scene.swap(pairs, out=out)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == [True]
+
+
+def test_memory_that_is_being_unregistered_is_not_swapped(end: LocalEnd) -> None:
+    """Its owner unmaps it as soon as that call has returned."""
+    scene = start(end, StagedDevice())
+    world, store = end.world, end.world.probe.engine.store
+    addresses = [array.ctypes.data for array in scene.around]
+    host = world.cm.register_blocks_cache(
+        CacheDesc(TENSORS, [HOST_BLOCKS + 2, BLOCK], DataType.DT_UINT8, Placement.HOST), addresses, BlocksCacheKey(2, 9)
+    )
+    with store.using(host.cache_id, "test"):
+        entry = store.registry.lookup(host.cache_id)
+        unregistering = Call(world.cm.unregister_cache, host.cache_id)
+        wait_until(lambda: entry.closing)
+        before = [array.copy() for array in scene.around]
+        with pytest.raises(CacheNotFound, match=f"dst_cache: cache {host.cache_id} is being unregistered"):
+            world.cm.swap_blocks(world.caches["kv"], host, {0: 1})
+        same_bytes(scene.around, before)
+    unregistering.result()
 
 
 DEVICE_BLOCKS, CPU_BLOCKS = 6, 8

@@ -98,6 +98,10 @@ TRANSITIONS: Final[dict[tuple[CacheState, Event], frozenset[CacheState]]] = {
 }
 
 
+class CacheClosing(CacheNotFound):
+    """The cache is being unregistered: its owner may free the memory soon."""
+
+
 @dataclass(slots=True, eq=False)
 class Lifecycle:
     """State of one entry and its last 16 events. Used under the registry's lock."""
@@ -189,7 +193,7 @@ class Pin:
     row: int
     binding: Binding | None
     expires: float
-    served: int | None = None  # bit t: this process has sent tensor t; None if the peer reads the memory itself
+    served: int | None = None  # bit t: this process agreed to send tensor t; None if the peer reads the memory itself
 
 
 def _tensors(entry: Entry, first: int, count: int) -> int:
@@ -294,6 +298,15 @@ class Registry:
                 self._unbind(binding, effects, invalidate=True)
         return effects
 
+    def withdraw(self, cache_id: int) -> Effects:
+        """Drop an allocated cache and its keys; ignore any other id."""
+        effects = Effects()
+        with self._lock:
+            entry = self._entries.get(cache_id)
+            if entry is not None and entry.owned and entry.owner:
+                self._withdraw(entry, effects)
+        return effects
+
     def registered(self, cache_id: int) -> Entry | None:
         """Return the registered cache, even one being unregistered, or None."""
         entry = self._entries.get(cache_id)
@@ -341,7 +354,7 @@ class Registry:
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
         if entry.closing:
-            raise CacheNotFound(f"cache {cache_id} is being unregistered")
+            raise CacheClosing(f"{what}: cache {cache_id} is being unregistered")
         return entry
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
@@ -410,7 +423,7 @@ class Registry:
     ) -> Entry:
         """Return a cache for a peer: by its pin, even if DRAINING, or by id if ``pin_id`` is 0.
 
-        With ``use``, begin a use. ``serve`` is (first, count) of tensors that will be sent to the peer.
+        With ``use``, begin a use. ``serve`` is (first, count) of tensors to send to the peer.
         """
         with self._lock:
             pin = self._pins.get((peer, pin_id))
@@ -426,8 +439,8 @@ class Registry:
     def release(self, peer: object, pin_id: int, first: int = 0, count: int = 0, *, consume: bool = False) -> Effects:
         """End a pin of ``peer``; with ``consume``, count tensors [first, first + count) as pulled.
 
-        Of tensors that this process sends, only sent ones count. Only the pin's binding is consumed, no later one
-        (interface R5). An unknown pin (expired, or of a lost peer) is counted and ignored.
+        Of tensors that this process sends, only those count that it agreed to send. Only the pin's binding is consumed,
+        no later one (interface R5). An unknown pin (expired, or of a lost peer) is counted and ignored.
         """
         effects = Effects()
         with self._lock:

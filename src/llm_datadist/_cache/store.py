@@ -219,10 +219,8 @@ class CacheStore:
 
     def discard(self, cache_id: int) -> None:
         """Free an allocated cache, unknown to the caller, and its keys."""
-        for binding in self.registry.snapshot()[1]:
-            if binding.entry.cache_id == cache_id:
-                self.apply(self.registry.remove_key(binding.key))
-        self.deallocate(cache_id)
+        if not put_off(self.discard, cache_id):
+            self.apply(self.registry.withdraw(cache_id))
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; ignore a placeholder or an unknown key (interface R25)."""
@@ -232,7 +230,8 @@ class CacheStore:
     def unregister(self, cache_id: int, deadline: Deadline) -> None:
         """Wait for the users of a registered cache, while lookups fail, then drop it; ignore any other id.
 
-        After DeadlineExceeded (phase ``drain``; names the users) the cache stays registered, under a newer guard.
+        After DeadlineExceeded (phase ``drain``; names the users) the cache stays registered, under a newer guard; if
+        another call unregisters it, that one decides.
         StateError inside another call: its caller frees the memory next.
         """
         require_outermost("unregister_cache")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -16,9 +17,9 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._cache.registry import CacheClosing
 from llm_datadist._checks import check_rule
-from llm_datadist._deadline import Deadline, wait_all
-from llm_datadist._native import CopyPool, Plan, Tensors, deliver_signals
+from llm_datadist._native import CopyPool, Plan, Tensors
 from llm_datadist._threads import Threads
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
 from llm_datadist.metrics import SwapStatistics
@@ -26,10 +27,12 @@ from llm_datadist.types import Cache, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from llm_datadist._cache.store import CacheStore
+    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
 
@@ -126,8 +129,12 @@ class LocalCopies:
         geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
         with ExitStack() as held:
             entry = None
-            with suppress(CacheNotFound):
+            try:
                 entry = held.enter_context(self._store.using(cache.cache_id, name))
+            except CacheClosing:  # its caller may unmap the memory next
+                raise
+            except CacheNotFound:
+                pass
             addresses = list(cache.tensor_addrs)
             check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
@@ -206,7 +213,7 @@ class SwapEngine:
     """Swaps of blocks between host and device (interface R10).
 
     Owns: workers, at most ``cpus``, and staging buffers, from the first swap to :meth:`close`.
-    Threads: any; one staged swap runs at a time.
+    Threads: any; one staged swap runs at a time, and no signal handler meanwhile: it could want the lock.
     """
 
     def __init__(self, device: Device, cpus: int | None = None) -> None:
@@ -257,19 +264,14 @@ class SwapEngine:
         copies = list(_spans(plan, dst, src))
         if plan.ordered:
             for copy in copies:
-                deliver_signals()
                 self._device.copy_from_device(*copy)
             return
 
-        stopped = threading.Event()
-
         def work(first: int) -> None:
             for copy in copies[first :: self.workers]:
-                if stopped.is_set():
-                    return
                 self._device.copy_from_device(*copy)
 
-        wait_all([self._threads.share(work, worker) for worker in range(self.workers)], stopped.set)
+        _wait_all([self._threads.share(work, worker) for worker in range(self.workers)])
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
@@ -281,7 +283,6 @@ class SwapEngine:
         if plan.ordered:
             buffer = self._staging[0].address
             for target, source, nbytes in copies:
-                deliver_signals()
                 self._device.copy_to_device(buffer, source, nbytes)
                 self._device.copy_on_device(target, buffer, nbytes)
             return
@@ -326,7 +327,7 @@ class _Pipeline:
         drain = threads.submit(self._drain)
         try:
             fills = [threads.share(self._fill, copies[worker::workers]) for worker in range(workers)]
-            wait_all(fills, self._failed.set)
+            _wait_all(fills)
         finally:
             self._full.put(None)
             drain.result()
@@ -360,6 +361,13 @@ class _Pipeline:
                 self._empty.put(buffer)
         if error is not None:
             raise error
+
+
+def _wait_all(futures: list[Future[None]]) -> None:
+    """Wait until all have ended, then raise the first error."""
+    wait(futures)
+    for each in futures:
+        each.result()
 
 
 def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, int]]:
