@@ -107,7 +107,7 @@ class Bench:
             handle = encode_handle(Handle(self.entry.cache_id, pin, self._guards()))
         request = MoveRequest(handle, self.entry.geometry.stride, plan, push)
         try:
-            self.target.on_move(link, request)
+            self.reply = self.target.on_move(link, request)
         except LLMException as error:
             return _REFUSALS[error.status_code]
         return "yes"
@@ -196,6 +196,18 @@ def test_a_pin_stands_for_the_key_by_which_it_was_resolved() -> None:
         bench.store.remove_key(bench.key)
         assert (bench.lane(link, False, pin), bench.checksum(link, False, pin)) == ("yes", "yes")
         assert bench.resolve(link, False, by_key=False) == "no"
+
+
+@pytest.mark.parametrize("limited", _BOTH)
+def test_the_owner_is_asked_again_for_each_read_of_a_peer_of_some_models(limited: bool) -> None:
+    """The guards of a cache that is named by its id do not tell that it has no key of these models any more."""
+    with ExitStack() as undo:
+        rules = {"models": [0]} if limited else {}
+        bench, link = Bench("row-registered", True, True, undo, _policy(pull=True, **rules)), Asker()
+        assert bench.lane(link, False, 0) == "yes"
+        assert bench.reply.cacheable is not limited
+        bench.store.remove_key(bench.key)
+        assert bench.lane(link, False, 0) == ("no" if limited else "yes")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ class AccessPolicy:
         if isinstance(models, frozenset) and key[2] not in models:
             raise _denied(link, f"use model {key[2]}")
 
+    def limits_models(self, link: object) -> bool:
+        """Return True if the peer may use caches of some models only."""
+        return isinstance(self._may(link).models, frozenset)
+
     def may_see(self, link: object, entry: Entry) -> bool:
         """Return False if the peer is limited to models without a key in the cache."""
         models = self._may(link).models

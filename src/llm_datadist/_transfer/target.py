@@ -34,7 +34,10 @@ _MAX_PIN_SECONDS: Final = 24 * 3600.0  # longest deadline of a pin
 
 
 class Target:
-    """Handlers of resolves, reports and move requests (``_transport/moves.py``: MoveOwner). Threads: control."""
+    """Handlers of resolves, reports and move requests (``_transport/moves.py``: MoveOwner).
+
+    Threads: control; any for :meth:`drop_peer`.
+    """
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, expect: Callable[[], None] = lambda: None) -> None:
         """``expect`` is called when a peer's next message will follow within microseconds."""
@@ -185,8 +188,10 @@ class Target:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
-        # With a pin not cacheable: the reply ends without a guard, and counts the tensors sent.
-        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, cacheable=not handle.pin, plan=plan)
+        # With a pin not cacheable: the reply ends without a guard, and counts the tensors sent. Nor for a peer of some
+        # models only: the cache may lose its keys of these, which changes no guard of an answer by cache id.
+        cacheable = not handle.pin and not self._policy.limits_models(link)
+        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, cacheable=cacheable, plan=plan)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin the cache of a key; return the handle and the plan of a Resolved.
