@@ -314,6 +314,25 @@ def test_a_grant_lasts_as_long_as_it_is_renewed(local_pair: Pair) -> None:
     assert prompt.do(totals) == GrantStatistics(0, 0, 0, released=0, expired=expired + 2, revoked=1, lost=0)
 
 
+def give_and_end(world: World) -> tuple[int, int]:
+    kept = world.caches["kv"].grant([0], LONG)
+    for _ in range(500):
+        world.caches["kv"].grant([1], LONG).revoke()
+    for _ in range(20):
+        short = world.caches["kv"].grant([1], 0.001)
+        while short.active:
+            time.sleep(0.0005)
+    kept.revoke()
+    return world.probe.grant_looks()
+
+
+def test_grants_that_have_ended_leave_little_to_look_at(local_pair: Pair) -> None:
+    both(local_pair)
+    expiries, looks = local_pair.prompt.do(give_and_end)
+    assert expiries < 100
+    assert looks <= 2
+
+
 def test_a_grant_for_several_readers_ends_when_all_have_released_it_and_admits_no_more(family: Family) -> None:
     prompt = family.born("PROMPT", 1)
     prompt.do(make, "kv", PAGED, 1)

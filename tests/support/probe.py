@@ -78,6 +78,11 @@ class Probe:
         dials = [attempt._dial for attempt in self.engine.links.communicators._dials._current]
         return [each._deadline for each in dials if each is not None]
 
+    def grant_looks(self) -> tuple[int, int]:
+        """Return how many expiries of grants are remembered, and how many looks at them are scheduled."""
+        grants = self.engine.grants
+        return len(grants._expiries), len(grants._looks)
+
     @property
     def parts(self) -> list[object]:
         """All that the engine owns."""

@@ -61,6 +61,8 @@ _FINALIZED: Final = "finalized"
 
 _MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
 _MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
+_FEW: Final = 64  # expiries of ended grants that are kept in any case
+_CLOCK_STEP: Final = 0.001  # seconds, above the resolution by which asyncio calls early
 _MAX_ENDED: Final = 1 << 16  # ended grants remembered, so that their claims do not wait
 
 
@@ -102,7 +104,7 @@ class Grants:
     """Grants of this instance; ``call_at`` calls on the control thread at a monotonic time.
 
     Owns: a guard for every active grant, and the waiting claims.
-    Threads: control for messages, expiry and lost links, any for the rest. Guards advance outside the lock.
+    Threads: control for messages and expiry, any for the rest, lost links too. Guards advance outside the lock.
     """
 
     def __init__(
@@ -122,7 +124,8 @@ class Grants:
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified after each end
         self._given: dict[bytes, _ActiveGrant] = {}
-        self._expiries: list[tuple[float, bytes]] = []
+        self._expiries: list[tuple[float, bytes]] = []  # a heap
+        self._looks: list[float] = []  # a heap: when the control thread will look at it
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
         self._claimed: dict[Link, set[bytes]] = {}  # tokens by claiming link: a lost link costs its own claims only
@@ -157,10 +160,10 @@ class Grants:
                 self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
-            grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
             try:
+                grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
                 answers = self._add(grant, entry, time.monotonic() + seconds, link)
-            except LLMException:
+            except (LLMException, MemoryError):
                 self._store.exports.guards.release(guard.slot)
                 raise
         if link is not None and link.ended:  # perhaps before it was claimed here
@@ -182,7 +185,7 @@ class Grants:
             self._given[token] = given = _ActiveGrant(grant, entry, until, until)
             if link is not None:
                 self._take(given, link, 1)
-            earliest = until < math.inf and self._look_at(until, token)
+            earliest = until < math.inf and self._expires(until, token)
             # Under the same lock, so a link's end finds its claims waiting or taken.
             waiting = self._drop_waiting(lambda _: True, [token])
             answers = [(each.link, self._claim(each.link, each.claim)) for each in waiting]
@@ -198,10 +201,21 @@ class Grants:
                 status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
             )
 
-    def _look_at(self, when: float, token: bytes) -> bool:
-        """Under the lock: schedule a look; return True if it is the next one."""
+    def _expires(self, when: float, token: bytes) -> bool:
+        """Under the lock: note when to look at a grant; return True if a look must be scheduled for then."""
+        if len(self._expiries) > 2 * len(self._given) + _FEW:  # most are of grants that have ended
+            found = [(each.looked_at, token) for token, each in self._given.items() if each.looked_at < math.inf]
+            heapq.heapify(found)
+            self._expiries = found
         heapq.heappush(self._expiries, (when, token))
-        return self._expiries[0] == (when, token)
+        return self._looks_earlier(when)
+
+    def _looks_earlier(self, when: float) -> bool:
+        """Under the lock: return True, and note the look, if none is scheduled by then."""
+        earlier = not self._looks or when < self._looks[0]
+        if earlier:
+            heapq.heappush(self._looks, when)
+        return earlier
 
     def renew(self, grant: Grant, ttl: float) -> None:
         until, earliest = time.monotonic() + _check_ttl(ttl), False
@@ -213,7 +227,7 @@ class Grants:
             given.until = until
             if until < given.looked_at:  # the scheduled look finds a longer time
                 given.looked_at = until
-                earliest = self._look_at(until, grant.token)
+                earliest = self._expires(until, grant.token)
         if earliest:
             self._call_at(until, self._expire)
 
@@ -364,15 +378,24 @@ class Grants:
     def _end(self, token: bytes, why: str) -> None:
         """End a grant. On return its guard has advanced, unless another thread is ending it."""
         with self._lock:
-            given = self._given.pop(token, None)
-            if given is None:
-                return
-            for link in list(given.claims):
-                self._forget_claim(link, given)
-            self._ended[token] = why, time.monotonic()
-            self._ends[why] += 1
-            while len(self._ended) > _MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+            given = self._remove(token, why)
+        if given is not None:
+            self._advance(given, why)
+
+    def _remove(self, token: bytes, why: str) -> _ActiveGrant | None:
+        """Under the lock; :meth:`_advance` must follow."""
+        given = self._given.pop(token, None)
+        if given is None:
+            return None
+        for link in list(given.claims):
+            self._forget_claim(link, given)
+        self._ended[token] = why, time.monotonic()
+        self._ends[why] += 1
+        while len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        return given
+
+    def _advance(self, given: _ActiveGrant, why: str) -> None:
         self._store.exports.guards.release(given.grant.guard[0])
         with self._advanced:
             state_of(given.grant).end = why
@@ -381,22 +404,26 @@ class Grants:
     def _expire(self) -> None:
         """End the expired grants; schedule the next look. Threads: control."""
         now = time.monotonic()
-        over: list[bytes] = []
+        over: list[_ActiveGrant] = []
         with self._lock:
+            while self._looks and self._looks[0] <= now + _CLOCK_STEP:  # this one may be called that early
+                heapq.heappop(self._looks)
             while self._expiries and self._expiries[0][0] <= now:
                 when, token = heapq.heappop(self._expiries)
                 given = self._given.get(token)
                 if given is None or given.looked_at != when:
                     continue
                 if given.until <= now:
-                    over.append(token)
+                    self._remove(token, EXPIRED)  # now: renew() finds it until then
+                    over.append(given)
                 else:
                     given.looked_at = given.until
-                    self._look_at(given.until, token)
-            following = self._expiries[0][0] if self._expiries else None
-        for token in over:
-            self._end(token, EXPIRED)
-        if following is not None:
+                    heapq.heappush(self._expiries, (given.until, token))
+            following = self._expiries[0][0] if self._expiries else math.inf
+            earlier = following < math.inf and self._looks_earlier(following)
+        for given in over:
+            self._advance(given, EXPIRED)
+        if earlier:
             self._call_at(following, self._expire)
 
 
