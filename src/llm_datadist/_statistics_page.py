@@ -6,6 +6,7 @@ as ``/proc/<pid>/fd/<n>``, which the kernel opens for the same user and root.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -81,9 +82,10 @@ class StatisticsPage:
         if len(body) > _CAPACITY - _HEADER.size:
             cut = {name: getattr(now, name)[:_KEPT] for name in ("keys", "links", "redials", "communicators")}
             body = _encode(role, replace(now, **cut), truncated=True)
-        self._sequence += 1
+        self._sequence |= 1  # odd: being written, also if an earlier write has failed
         self._write_header(0)
-        os.pwrite(self.fd, body, _HEADER.size)
+        if os.pwrite(self.fd, body, _HEADER.size) < len(body):
+            raise OSError(errno.ENOSPC, "no memory for the whole page")
         self._sequence += 1
         self._write_header(len(body))
 

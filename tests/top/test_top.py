@@ -14,12 +14,13 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from textual.widgets import DataTable, Static
 
-from llm_datadist._statistics_page import PageError, StatisticsPage, instances, read_page
+from llm_datadist._statistics_page import PAGE_VERSION, PageError, StatisticsPage, instances, read_page
 from llm_datadist.cli.top_rows import NOTHING
 from llm_datadist.cli.top_screen import Top
 from llm_datadist.cli.top_source import Remote, SourceError
@@ -367,6 +368,15 @@ def test_json_is_printed_each_second_until_the_pipe_is_closed() -> None:
         assert process.wait(30) == 1
 
 
+def test_a_host_that_says_nothing_more_is_no_reading(ssh: Path) -> None:
+    assert ssh.exists()
+    line = f"""echo '{{"page_version": {PAGE_VERSION}, "instances": []}}'; sleep 60 #"""
+    with closing(Remote("far", line)) as remote:
+        assert remote.read(30) == []
+        assert remote.read(0.1) is None
+        assert remote.read() == [], "what a screen goes on to show"
+
+
 def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ssh.exists()
     monkeypatch.setattr("llm_datadist.cli.top_source._RETRY_SECONDS", 0.0)
@@ -379,7 +389,9 @@ def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyP
         assert remote.read(30) is not None
 
 
-def test_an_option_switches_it_off_and_a_page_that_is_too_long_is_cut(shm_pair: Pair) -> None:
+def test_an_option_switches_it_off_and_a_page_that_is_too_long_is_cut(
+    shm_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for end in shm_pair.start(extra={"llm.StatisticsPage": "0"}):
         assert isinstance(end, ChildEnd)
         assert end.pid not in {each["pid"] for each in instances()}
@@ -388,6 +400,12 @@ def test_an_option_switches_it_off_and_a_page_that_is_too_long_is_cut(shm_pair: 
         page.write()
         found = read_page(page.fd)
         assert (found["truncated"], len(found["statistics"]["links"])) == (True, 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "no memory is left")))
+            with pytest.raises(OSError, match="no memory is left"):
+                page.write()
+        page.write()
+        assert read_page(page.fd)["truncated"], "it can be read again"
 
 
 def _header(pid: int, sequence: int, length: int) -> bytes:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _RETRY_SECONDS: Final = 3.0
 _END_SECONDS: Final = 5.0
+#: No password prompt; ends after 15 s if the network is cut.
+_OPTIONS: Final = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
 
 class SourceError(Exception):
@@ -52,14 +54,14 @@ class Remote:
     def __init__(self, host: str, command: str) -> None:
         self._host = host
         # "--": a host that begins with "-" is not an option.
-        self._command = ["ssh", "-o", "BatchMode=yes", "--", host, f"{command} top --json"]
+        self._command = ["ssh", *_OPTIONS, "--", host, f"{command} top --json"]
         self.ssh: subprocess.Popen[str] | None = None
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._last: list[Instance] | None = None
         self._error, self._again = "", 0.0
 
     def read(self, timeout: float = 0.0) -> list[Instance] | None:
-        """Return the newest reading; None if there is none within ``timeout`` seconds.
+        """Return the newest reading; with a ``timeout``, None if no new one comes within so many seconds.
 
         Raises SourceError if ssh failed; calls fail for three seconds, then start it again.
         """
@@ -69,11 +71,13 @@ class Remote:
             self.ssh = self._begin()
         try:
             line = self._lines.get(timeout=timeout) if timeout else self._lines.get_nowait()
+        except Empty:
+            return None if timeout else self._last
+        with suppress(Empty):
             while True:
                 self._last = self._decode(line)
                 line = self._lines.get_nowait()
-        except Empty:
-            return self._last
+        return self._last
 
     def close(self) -> None:
         """End ssh. Idempotent."""
