@@ -48,8 +48,12 @@ class Deadline:
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
     def next_turn(self) -> float:
-        """Run signal handlers; return the seconds of the next turn. The caller holds no lock."""
+        """Run signal handlers; return the seconds of the next turn. The caller holds no lock, nor a reader role."""
         deliver_signals()
+        return self.turn()
+
+    def turn(self) -> float:
+        """Return the seconds of a turn before which no signal handler runs."""
         return min(self.remaining(), _LONGEST_TURN_S)
 
     def remaining_ms(self) -> int:

@@ -28,6 +28,7 @@ from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
 from llm_datadist._native import BriefPoll
+from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
 
@@ -593,6 +594,40 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
         assert not ends.lost
     finally:
         signal.signal(signal.SIGUSR1, handler)
+
+
+def test_a_signal_handler_waits_for_an_answer_beside_the_wait_that_it_interrupts(ends: Ends) -> None:
+    answers: list[object] = []
+
+    def handle(*_: object) -> None:
+        waiter = ends.expect(2)
+        ends.say(UnlinkAck(2))
+        ends.channel.wait(waiter, Deadline(PATIENCE_MS))
+        answers.append(waiter.answer)
+        ends.say(UnlinkAck(1))
+
+    def kill() -> None:
+        wait_until(ends.led)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before, main = signal.signal(signal.SIGUSR1, handle), threading.get_ident()
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(kill)
+            hold_signals(ends.channel.wait)(waiter := ends.expect(1), Deadline(PATIENCE_MS))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (answers, waiter.answer) == ([UnlinkAck(2)], UnlinkAck(1))
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["control thread reads", "caller reads"])
+def test_a_reader_without_memory_ends_the_channel(ends: Ends, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    threads = [ends.begin_to_wait(ends.expect(1))] if waits else []
+    monkeypatch.setattr(ends.channel._parser, "feed", Mock(side_effect=MemoryError("none")))
+    ends.say(UnlinkAck(1))
+    join(*threads)
+    wait_until(ends.ended)
+    assert ends.lost == ["internal error: MemoryError('none')"]
 
 
 def test_a_brief_poll_ends_by_itself_and_takes_nothing() -> None:

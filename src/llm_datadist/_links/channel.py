@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -128,7 +129,8 @@ class Channel:
         self._parser = FrameParser()
         self._set_aside: bytes | None = None  # a frame for the control thread
         self._for_control = False  # the role must go to the control thread
-        # Guards the fields below and every write to the socket.
+        # Guards every write to the socket, and the fields below. Without it the control thread assigns `_parked` and
+        # `_paused`, the reader clears `reader`, any thread sets the first `reason`.
         self._lock = threading.Lock()
         self._open = True
         self._role_held = True
@@ -220,6 +222,9 @@ class Channel:
         except AuthFailed as error:
             self.close(f"the connection was tampered with: {error}")
             return False
+        except Exception as error:  # noqa: BLE001 (as a lack of memory: bytes are lost)
+            self.close(f"internal error: {error!r}")
+            return False
         return data != b""
 
     def _dispatch_and_release(self) -> None:
@@ -266,10 +271,14 @@ class Channel:
             self._fail(error)
 
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
-        """Wait for the answer or the deadline; read if the role is free."""
+        """Wait for the answer or the deadline; read while the role is free."""
         try:
-            if self.reader is waiter or (waiter.gate.locked() and self.take_role(waiter)):
-                self._read_for(waiter, deadline)
+            while waiter.gate.locked() and (self.reader is waiter or self.take_role(waiter)):
+                self._read_for(waiter, deadline.turn())
+                if not waiter.gate.locked() or deadline.expired():
+                    break
+                self.forgo(waiter)
+                deadline.next_turn()  # a signal handler may wait for an answer over this channel, too
         finally:
             self.forgo(waiter)
         if waiter.gate.locked():  # usually the caller itself has read it
@@ -282,13 +291,14 @@ class Channel:
             if not handed or not self._post(self._dispatch_and_release):
                 self._release_role()
 
-    def _read_for(self, waiter: Waiter, deadline: Deadline) -> None:
+    def _read_for(self, waiter: Waiter, seconds: float) -> None:
         """Caller holds the reader role. Deliver answers to all waiting callers until its own has come.
 
         Another message goes to the control thread with the role, so frames are handled once, in order.
         """
-        while waiter.gate.locked() and self._open and (seconds := deadline.next_turn()):
-            go_on = self._receive(seconds)
+        end = time.monotonic() + seconds
+        while waiter.gate.locked() and self._open and (left := end - time.monotonic()) > 0:
+            go_on = self._receive(left)
             try:
                 while go_on and (payload := self._parser.take()) is not None:
                     self._set_aside = payload
