@@ -1,8 +1,10 @@
 """Dials that are repeated: when an attempt is due, what ends one, and a thread only while there is work."""
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from unittest.mock import Mock
 
@@ -18,9 +20,11 @@ from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
 from llm_datadist._links.versions import Spoken
 from llm_datadist._native import readable
+from llm_datadist._transport.address import DialledSocket
 from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import Connection, DataPath, Watch
 from llm_datadist.errors import LinkRefused, LLMStatusCode
+from tests.support.ends import Call
 from tests.support.moves import wait_until
 
 ADDRESS = ("127.0.0.1", 4711)
@@ -292,3 +296,19 @@ def test_a_member_is_dialled_at_once_or_a_little_later_and_never_less_than_twice
 def test_many_that_never_come_cost_so_many_attempts_in_all_and_no_more(now: float) -> None:
     for crowd in (300, 1500, 10_000):
         assert crowd / min(pauses(crowd, now)) < 160
+
+
+def test_a_dial_that_is_not_connected_yet_ends_when_it_is_hung_up_and_tries_no_other_address() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        for _ in range(3):  # the kernel drops what comes after these
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        dialled = DialledSocket([full.getsockname(), full.getsockname()], Deadline(LONG_MS), "test")
+        stack.callback(dialled.close)
+        dial = Call(dialled.connect, lambda _: None)
+        wait_until(lambda: dialled.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == b"\2")  # SYN_SENT
+        dialled.hang_up()
+        outcome = dial.outcome()
+        assert isinstance(outcome, LinkRefused)
+        assert "given up" in str(outcome)

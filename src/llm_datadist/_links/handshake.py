@@ -357,7 +357,7 @@ class Dial(AbstractContextManager["Dial"]):
 
     def hang_up(self) -> None:
         """Fail a waiting call at once; also end a taken link."""
-        _shut_down(self._frames.socket)
+        self._frames.hang_up()
 
     def abandon(self) -> None:
         self._frames.socket.close()

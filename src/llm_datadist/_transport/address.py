@@ -6,6 +6,7 @@ import select
 import socket
 import struct
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -92,6 +93,7 @@ class DialledSocket:
         self._left = list(addresses)
         self._deadline = deadline
         self.what = what
+        self._hung_up = False
         self._open()
 
     def _open(self) -> None:
@@ -109,7 +111,7 @@ class DialledSocket:
             self._call("connect", select.POLLOUT, lambda: self.socket.connect(self.address))
             self._call("connect", select.POLLOUT, lambda: tune(self.socket))
         except LinkRefused:
-            if not self._left:
+            if not self._left or self._hung_up:
                 raise
             self.close()
             self._open()
@@ -117,6 +119,12 @@ class DialledSocket:
 
     def close(self) -> None:
         self.socket.close()
+
+    def hang_up(self) -> None:
+        """End the connection, and calls that wait for it, at once. Any thread."""
+        self._hung_up = True
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, data: bytes) -> None:
         while data:
@@ -130,6 +138,8 @@ class DialledSocket:
         """Repeat a socket call until it does not block; between the tries, wait for ``event`` within the deadline."""
         while True:
             self._deadline.check(self.what, phase)
+            if self._hung_up:  # connect() would try once more
+                raise LinkRefused(f"{self.what}: given up here", phase=phase)
             try:
                 return operation()
             except BlockingIOError:
