@@ -373,6 +373,23 @@ def test_memory_that_a_transfer_uses_is_forgotten_once_it_is_over() -> None:
         assert not connection.sender.is_agent(agent.name)
 
 
+def test_memory_that_is_forgotten_at_the_last_moment_of_a_transfer_is_forgotten_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(CountingAgent) as connection:
+        slot = connection.sender
+        end_retired = slot._end_retired
+
+        def then_forget() -> None:
+            end_retired()
+            monkeypatch.setattr(slot, "_end_retired", end_retired)
+            assert in_time(slot.forget, [1])
+
+        with slot.using(lambda: 1.0) as agent:
+            monkeypatch.setattr(slot, "_end_retired", then_forget)
+        assert not slot.is_agent(agent.name)
+
+
 # The initiator
 
 

@@ -62,8 +62,8 @@ class PeerSecrets:
     def agree(self, peer: bytes, dialer_share: bytes, listener_share: bytes, transcript: Transcript) -> None:
         self._secrets.pop(peer, None)
         self._secrets[peer] = hashlib.sha256(b"".join((dialer_share, listener_share, *transcript))).digest()
-        while len(self._secrets) > _MAX_SECRETS:
-            self._secrets.pop(next(iter(self._secrets)), None)
+        for each in list(self._secrets)[:-_MAX_SECRETS]:  # a copy: other handshakes add theirs
+            self._secrets.pop(each, None)
 
 
 def new_share() -> bytes:

@@ -50,6 +50,9 @@ def accept(token: bytes, exports: Exports) -> Exports | None:
     offered = _offers.get(token)
     if offered is None or _answers.setdefault(token, exports) is not exports:
         return None
+    if token not in _offers:  # withdrawn meanwhile
+        _answers.pop(token, None)
+        return None
     return offered
 
 

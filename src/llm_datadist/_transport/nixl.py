@@ -254,7 +254,7 @@ class AgentSlot:
     def __init__(self, context: Context, fabric: str, *, progress: bool) -> None:
         pools = [(segment.address, segment.nbytes) for segment in context.exports.regions.values()]
         self._make = partial(Agent, fabric, progress=progress, pools=pools)
-        self._lock = threading.RLock()  # protects all below; held while the agent is used
+        self._lock = threading.RLock()  # held while the agent is used, and for changes below but `_retired = True`
         self.agent: Agent | None = None
         self._closed = False
         self._retired = False
@@ -278,6 +278,7 @@ class AgentSlot:
         finally:
             self._end_retired()
             self._lock.release()
+            self._end_if_free()
 
     def expose(self, turn: Callable[[], float], end: PlanSide, known: str) -> tuple[Address, bytes, bytes]:
         """Register memory for the peer, and count one user until :meth:`leave`.
@@ -319,7 +320,7 @@ class AgentSlot:
             if end and self.is_agent(name):
                 self.end()
             self.users -= 1
-            self._end_retired()
+        self._end_if_free()
 
     def is_agent(self, name: str) -> bool:
         agent = self.agent
@@ -338,17 +339,21 @@ class AgentSlot:
         if agent is None or not agent.covers_any(bases):
             return
         self._retired = True
-        if self._lock.acquire(blocking=False):  # else its holder ends the agent
-            try:
-                self._end_retired()
-            finally:
-                self._lock.release()
+        self._end_if_free()
 
     def close(self) -> None:
         """End the agent, and let no other be made."""
         with self._lock:
             self._closed = True
             self.end()
+
+    def _end_if_free(self) -> None:
+        """End a retired agent without waiting: who has the lock calls this after its release."""
+        while self._retired and not self.users and self._lock.acquire(blocking=False):
+            try:
+                self._end_retired()
+            finally:
+                self._lock.release()
 
     def _end_retired(self) -> None:
         if self._retired and not self.users:
