@@ -122,11 +122,11 @@ class Handler:
         return MoveReply(Tensors(tensors_over(self.memory).bases, self.extent))
 
 
-def move(connection: Connection, data: twin.Bytes, *, write: bool = False) -> int:
+def move(connection: Connection, data: twin.Bytes, *, write: bool = False, ordered: bool = False) -> int:
     """Read one run into ``data``, or write it."""
     remote = connection.map(np.array([NON_POOL], np.uint32), np.array([64], np.uint64), data.size, writable=True)
     verb = connection.write if write else connection.read
-    return verb(one_row(data.size), tensors_over(data), remote, None, Deadline(20_000))
+    return verb(one_row(data.size).replace(ordered=ordered), tensors_over(data), remote, None, Deadline(20_000))
 
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
@@ -306,14 +306,15 @@ def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExe
         yield connection, fars, threads
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 @pytest.mark.parametrize("kind", [READ, WRITE], ids=["read", "write"])
-def test_a_small_transfer_passes_a_large_one(kind: int) -> None:
+def test_a_small_transfer_passes_a_large_one(kind: int, ordered: bool) -> None:
     """The large one leaves a lane alone, and a read asks for its third part when the first has come."""
     sources = twin.noise(1, 1, LARGE) + twin.noise(2, 1, 64)
     copies = [np.zeros_like(each) for each in sources]
     (large, small), (theirs, small_theirs) = (sources, copies) if kind == WRITE else (copies, sources)
     with played(2) as (connection, (quiet, busy), threads):
-        running = threads.submit(move, connection, large, write=kind == WRITE)
+        running = threads.submit(move, connection, large, write=kind == WRITE, ordered=ordered)
         parts = [busy.asked(kind) for _ in range(1 if kind == WRITE else 2)]
         passing = threads.submit(move, connection, small, write=kind == WRITE)
         quiet.serve(kind, quiet.asked(kind), small_theirs)

@@ -184,7 +184,7 @@ class LaneGroup:
         self.reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None  # None if only the peer dials
         self.wanted = 0  # lanes, if this side dials
         self._reconnecting = threading.Lock()  # held while dialling
-        # Single operations on dicts and sets only.
+        # Without the lock: single operations on dicts and sets only. A lane may be suspected once too often.
         self._moved: dict[int, int] = {}  # lane -> time of its last byte (monotonic, ns); absent: never
         # Lanes on which a transfer timed out without a byte, and those as idle, until drop_suspects().
         self.suspects: set[int] = set()
@@ -213,11 +213,13 @@ class LaneGroup:
             waiting, self._waiting = self._waiting, []
         self.owner.add(self, *waiting)
 
-    def take(self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False) -> int:
-        """Return the lane with the smallest load, and add ``nbytes`` to it. Raises PeerLost if there is none.
+    def take(
+        self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False, kept: int | None = None
+    ) -> int:
+        """Add ``nbytes`` to the lane with the smallest load, or to ``kept``; return it. Raises PeerLost without a lane.
 
-        ``large`` transfers leave out the oldest of several lanes; both sides have the same order. With a ``deadline``
-        the call waits for a lane that the peer dials.
+        ``large`` transfers leave out the oldest of several lanes. Both sides have the same order, unless one of them
+        has not noticed yet that a lane is lost. With a ``deadline`` the call waits for a lane that the peer dials.
         """
         if deadline is not None and not self.loads:
             deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
@@ -225,8 +227,9 @@ class LaneGroup:
             if not self.loads:
                 raise PeerLost("no data lane to the peer is left; link again", phase="copy")
             lanes = list(self.loads)
-            lane = min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__)
-            self.loads[lane] += nbytes
+            lane = min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__) if kept is None else kept
+            if lane in self.loads:  # else it was lost, and fails the job
+                self.loads[lane] += nbytes
             return lane
 
     def put(self, lane: int, nbytes: int, *, moved: bool = False, doubtful: bool = False) -> None:
@@ -277,7 +280,7 @@ class LaneGroup:
     def suspect(self, lane: int) -> None:
         """Suspect a lane, and all as idle: the network may have dropped the connections unnoticed."""
         latest = self._moved.get(lane, 0) + _AS_IDLE_NS
-        self.suspects |= {each for each in self.lanes() if self._moved.get(each, 0) <= latest} | {lane}
+        self.suspects.update({each for each in self.lanes() if self._moved.get(each, 0) <= latest}, {lane})
 
     def drop_suspects(self, *, peer_lives: bool) -> int:
         suspects, self.suspects = self.suspects, set()

@@ -235,11 +235,14 @@ class _LaneTransfer:
             for part in split_plan(plan, part_bytes, MAX_REQUEST_RUNS):
                 if len(self._started) >= _PARTS_PER_LANE * shared:
                     self._judge(self._wait_for_first())
-                # One lane keeps the parts of an ordered plan in order.
-                if lane is None or not plan.ordered:
-                    lane = self._group.take(part.nbytes, self._deadline, large=large)
                 meta = encode_request(remote.handle, remote.extent, part, write)
-                job = self._engine.start(lane, meta, part, self._transfer.local, write=write)
+                # One lane keeps the parts of an ordered plan in order.
+                lane = self._group.take(part.nbytes, self._deadline, large=large, kept=lane if plan.ordered else None)
+                try:
+                    job = self._engine.start(lane, meta, part, self._transfer.local, write=write)
+                except BaseException:
+                    self._group.put(lane, part.nbytes)
+                    raise
                 self._started.append(_Part(job, lane, part.nbytes))
             while self._started:
                 self._judge(self._wait_for_first())
