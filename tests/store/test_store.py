@@ -141,6 +141,17 @@ def test_namespaces_share_no_key_and_one_too_many_displaces_the_one_used_least_r
         assert store.do(e.statistics).cleared == 2
 
 
+def test_a_namespace_that_fits_into_no_hole_displaces_another_one() -> None:
+    """What the first one leaves, and what it has left unused, do not adjoin."""
+    with family_of() as family:
+        store = family.store(4, space=16 << 16)
+        for name, pages in (("a", 10), ("b", 16), ("c", 16), ("d", 16), ("e", 16), ("f", 16)):
+            spec = Spec(tensors=1, rows=1, stride=(pages if name == "a" else 1) << 16, blocks=True)
+            engine = family.engine(store, e.named(name), spec)
+            assert engine.do(save_raw, keys_of(0), [0]) == 1, name
+        assert set(store.do(e.index)) >= {e.named(name) for name in "def"}
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -26,6 +26,7 @@ from llm_datadist.integrations.vllm import LLMDataDistStoreConnector, store_sche
 from llm_datadist.integrations.vllm.layout import Layout
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreScheduler, StoreTold
 from llm_datadist.integrations.vllm.store_worker import StoreWorker, namespace_of
+from llm_datadist.store.messages import MAX_LOOKUP_KEYS
 from tests.vllm.test_layouts import configured, spec_of
 from tests.vllm.test_requests import adapter
 
@@ -412,6 +413,25 @@ def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
     vars(worker)["_unsaved"] = StoreOrders(save=order)
     StoreWorker.save(worker)
     assert begun == [order[:3]]
+
+
+@pytest.mark.parametrize("missing", [None, 5000])
+def test_a_save_of_more_keys_than_one_lookup_takes_has_failed_only_if_one_is_missing(missing: int | None) -> None:
+    """The store stored nothing new: it had them all, or took none."""
+    keys, ended = [b"%d" % number for number in range(MAX_LOOKUP_KEYS + 1000)], list[tuple[int, bool]]()
+
+    class Client(Double):
+        def save(self, *_: object) -> int:
+            return 0
+
+        def lookup(self, keys: list[bytes]) -> Any:
+            return super().lookup(keys[:MAX_LOOKUP_KEYS])
+
+    client = Client(None, "", b"", None)
+    client.keys.update(key for number, key in enumerate(keys) if number != missing)
+    worker: Any = SimpleNamespace(client=client, _cache=None, _failing=False, _ended=SimpleNamespace(put=ended.append))
+    vars(StoreWorker)["_save"](worker, 7, keys, list(range(len(keys))))
+    assert (ended, client.held) == ([(7, missing is not None)], 0)
 
 
 def saved_keys(scheduler: StoreScheduler, request: Request) -> list[bytes]:

@@ -62,7 +62,8 @@ class StoreOptions:
     Attributes:
         store_id: Cluster id of the store.
         lookup_ms: Milliseconds of a lookup; without an answer it is a miss.
-        pause_seconds: Seconds after that in which lookups are misses, and saves store nothing.
+        pause_seconds: Seconds without lookups and saves after a question of theirs was refused or not answered. Lookups
+            are misses then, saves store nothing.
         save_ms: Milliseconds of one question of a save, for at most 64 MiB or one block.
         verify: Compare digests after each load. Costs reading the bytes once more.
 

@@ -21,7 +21,15 @@ import numpy as np
 from llm_datadist._checks import check_int, check_rule
 from llm_datadist._log import logger
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import CacheMismatch, DeadlineExceeded, LinkError, LLMException, LLMStatusCode, ParamError
+from llm_datadist.errors import (
+    CacheMismatch,
+    DeadlineExceeded,
+    LinkError,
+    LLMException,
+    LLMStatusCode,
+    OutOfMemory,
+    ParamError,
+)
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.messages import BlockShape, Event, decode
@@ -89,7 +97,8 @@ class StoreServer:
         memory: Bytes of the pool, at least 64 KiB for each namespace.
         listen: "ip:port"; port 0 picks a free one.
         cluster_id: Cluster id, unique among all that link to each other.
-        namespaces: Number of namespaces, which share the pool equally. One more displaces the one used least recently.
+        namespaces: Number of namespaces, which share the pool equally. One more displaces the one used least recently,
+            and further ones unless its tensors fit into what that leaves.
         options: More options of ``init``, but none that lets peers write: ``llm.EnableRemoteCacheAccessible`` and
             ``llm.WriteByAddress`` are 0.
 
@@ -268,7 +277,14 @@ class StoreServer:
             )
         while len(self._spaces) >= self._most:
             self._displace()
-        cache = self._manager.allocate_blocks_cache(CacheDesc(shape.tensors, [count, *shape.shape], kind))
+        cache = None
+        while cache is None:
+            try:
+                cache = self._manager.allocate_blocks_cache(CacheDesc(shape.tensors, [count, *shape.shape], kind))
+            except OutOfMemory:  # other shapes have left pieces that are too small
+                if not self._spaces:
+                    raise
+                self._displace()
         logger.info("namespace %s: %d slots of %s", name[:4].hex(), count, shape)
         return _Space(name, shape, cache, count)
 

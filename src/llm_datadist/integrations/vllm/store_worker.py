@@ -22,6 +22,7 @@ from llm_datadist.errors import LLMException
 from llm_datadist.integrations.vllm.rank import Rank
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
+from llm_datadist.store.messages import MAX_LOOKUP_KEYS
 
 if TYPE_CHECKING:
     import torch
@@ -112,10 +113,8 @@ class StoreWorker(Rank):
         try:
             failed = self.client.save(keys, self._cache, blocks) < len(keys)
             if failed:  # it had some, or took none
-                hit = self.client.lookup(keys)
-                self.client.release(hit)
-                failed = len(hit) < len(keys)
-                why: Exception | str = "it is gone, busy or full"
+                failed = not _has(self.client, keys)
+                why: Exception | str = "it is gone, busy or full, or another server saves the same"
         except Exception as error:  # noqa: BLE001 (the blocks are not in the store)
             why = error
         if failed and not self._failing:
@@ -145,3 +144,14 @@ class StoreWorker(Rank):
         self.datadist.finalize()  # running ones fail
         self._loaders.shutdown(cancel_futures=True)
         self._saver.shutdown(cancel_futures=True)
+
+
+def _has(client: StoreClient, keys: list[bytes]) -> bool:
+    """Return True if the store has all keys now."""
+    for begin in range(0, len(keys), MAX_LOOKUP_KEYS):
+        part = keys[begin : begin + MAX_LOOKUP_KEYS]
+        hit = client.lookup(part)
+        client.release(hit)
+        if len(hit) < len(part):
+            return False
+    return True
