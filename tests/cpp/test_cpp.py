@@ -5,6 +5,7 @@ R26, R31)."""
 import copy
 import logging
 import pickle
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -304,6 +305,36 @@ def test_deallocate_is_for_allocated_and_unregister_for_registered_caches(end: L
         assert end.do(run, "DeallocateCache", 2) is OK
         now = end.do(picture)
         assert (now.caches.registered, now.caches.live, now.pools[0].used_bytes) == (0, 1, 4 * 4096)
+
+
+@pytest.mark.parametrize("call", ["AllocateCache", "RegisterKvCache"])
+def test_a_call_that_a_signal_interrupts_leaves_no_cache_that_nobody_knows(
+    one: LlmDataDist, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def ringing(*args: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return real(*args, **more)
+
+    memory = np.zeros(8, np.int32)
+    addresses = [] if call == "AllocateCache" else [[memory.ctypes.data]]
+    assert one.Initialize(LISTEN | {"llm.MemPoolConfig": '{"memory_size": 1048576}'}) is OK
+    store, verb = Probe(one.datadist).engine.store, "allocate" if addresses == [] else "register"
+    real = getattr(store, verb)
+    monkeypatch.setattr(store, verb, ringing)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            getattr(one, call)(Shape(1, 2, 4).desc, *addresses)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    now = one.datadist.statistics()
+    assert (now.caches.live, now.caches.registered, now.pools[0].used_bytes) == (0, 0, 0)
 
 
 ALL = (-1, -1)

@@ -46,7 +46,12 @@ _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
 
 
-@public_calls_hold_signals(whole=("Initialize", "Finalize", "SetRole"), Initialize="_undo_initialize")
+@public_calls_hold_signals(
+    whole=("Initialize", "Finalize", "SetRole"),
+    Initialize="_undo_initialize",
+    AllocateCache="_undo_allocation",
+    RegisterKvCache="_undo_registration",
+)
 class LlmDataDist:
     """One instance, with the calls of the C++ class.
 
@@ -228,6 +233,11 @@ class LlmDataDist:
                 cache_id = engine.store.register(geometry, addresses, [], remote_accessible=True).cache_id
         return call.status, cache_id
 
+    def _undo_registration(self, returned: tuple[LLMStatusCode, int | None]) -> None:
+        if returned[1] is not None:
+            engine = life_of(self.datadist).require_engine("RegisterKvCache")
+            engine.store.unregister(returned[1], engine.deadline())
+
     def UnregisterKvCache(self, cache_id: int) -> LLMStatusCode:
         """Unregister a cache, as ``CacheManager.unregister_cache``.
 
@@ -266,6 +276,10 @@ class LlmDataDist:
             views = tuple(segment.view() for segment in entry.storage.segments)
             cache._memory = Mapped(views)  # noqa: SLF001 (a field of the struct that is not in the header)
         return call.status, cache
+
+    def _undo_allocation(self, returned: tuple[LLMStatusCode, Cache | None]) -> None:
+        if returned[1] is not None:
+            self.DeallocateCache(returned[1].cache_id)
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
         """Deallocate a cache; unknown, freed and registered ids: ``LLM_SUCCESS`` without effect.
