@@ -18,7 +18,7 @@ from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import show_floors, show_rows
 from llm_datadist.bench.rows import Measured, Row, make_rows
-from llm_datadist.bench.suite import COUNTS, floors, standard
+from llm_datadist.bench.suite import counts_calls, floors, standard
 from llm_datadist.bench.summary import show_summary
 from llm_datadist.bench.workload import MOVES, BenchWorkload, Op
 from tests.support.source import ROOT
@@ -61,6 +61,10 @@ def test_what_a_floor_asks_for_decides_and_floors_of_time_are_upper_bounds() -> 
     peer = found["pull over shm, 4 KiB, of nixl"]
     assert (peer.measured, peer.wanted, peer.met, peer.limit) == (10.0, 10.0, True, 20.0)
     assert found["planning 122 tensors x 1000 blocks"].met is None
+    large = replace(CASE, workload=BenchWorkload(op=Op.PULL, block_bytes=1 << 20, blocks=1000))
+    found = {floor.what: floor for floor in floors(make_rows(large, "shm", measured(1, 1), measured(1, 2), {}))}
+    assert found["pull over shm, 1024 KiB, of the limit"].measured == pytest.approx(2)
+    assert found["4 KiB blocks, 10^2 to 10^6, time in memcpy's"].measured is None
     work = BenchWorkload(op=Op.LATENCY, block_bytes=65536, blocks=10)
     case = replace(CASE, workload=work, samples=10, limit=None)
     latency = make_rows(case, "shm", measured(1, 3), None, {"nixl": measured(1, 1)})
@@ -162,7 +166,7 @@ def _check_screen(suite: list[Row]) -> None:
         by_name[ours, cells["GB/s"]] = cells
     for row in suite:
         local = row.transport == "local"
-        if row.op not in MOVES or row.blocks in COUNTS or (row.transport, row.memory) == ("tcp", "registered"):
+        if row.op not in MOVES or counts_calls(row) or (row.transport, row.memory) == ("tcp", "registered"):
             continue
         ours, size = row.call if local else f"{row.call} over {row.transport}", size_text(row.block_bytes)
         figures = [(ours, row.gb_per_s, row.cpu_seconds_per_gib)]
@@ -228,13 +232,19 @@ def test_one_limit_and_the_others_are_peers(
     assert (case.limit, case.peers) == (limit, peers)
 
 
+def test_single_steps_take_no_more_than_a_set() -> None:
+    for case in cases_of(Request(op=Op.LATENCY, transport="shm", tensors=64, set_bytes=64 << 20)):
+        assert case.workload.nbytes <= 64 << 20
+
+
 def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_for_the_dark(tmp_path: Path) -> None:
     [row] = rows()
     change = msgspec.structs.replace
     tcp = change(row, transport="tcp", limit="tcp-raw (blocking, 2 streams, 512 KiB unsent)", peer="mooncake")
     way = change(tcp, block_bytes=8192, limit="tcp-raw (spinning, 1 stream, 512 KiB unsent)", peer="nixl-tcp")
     latency, plan = change(row, op="latency"), change(row, op="plan", call="plan_blocks", transport="local", peer=None)
-    drawn = [row, tcp, way, latency, change(latency, busy="source"), plan]
+    links = [change(row, op="link", call="link + unlink", transport=over, peer=None) for over in ("shm", "tcp")]
+    drawn = [row, tcp, way, latency, change(latency, busy="source"), plan, *links]
     for name, some in (("first", drawn), ("second", drawn), ("nothing", [])):
         (tmp_path / name).mkdir()
         draw(some, tmp_path / name)
@@ -248,7 +258,7 @@ def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_fo
         "pull_blocks-shm.svg": ["How fast is pull_blocks over shm?", OURS, "memcpy", "nixl"],
         "latency.svg": ["How long does one block take?", "pull_blocks, shm", "nixl, beside shm"],
         "busy.svg": ["pull_blocks, shm, source busy"],
-        "calls.svg": ["plan_blocks, 256 blocks"],
+        "calls.svg": ["plan_blocks, 256 blocks", "link + unlink, shm", "link + unlink, tcp"],
     }.items():
         said = re.findall(r">([^<>]+)</text>", first[name])
         assert [said.count(word) for word in words] == [1] * len(words), said

@@ -237,7 +237,7 @@ def _case(
 
 
 def _latency(request: Request, transport: str) -> Iterator[Case]:
-    most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES))
+    most = max(1, request.set_bytes // (request.block_bytes or _BLOCK_BYTES) // (request.tensors or 1))
     idle = _case(request, f"ours-{transport}", "pull_blocks", transport, blocks=min(_LATENCY_BLOCKS, most))
     yield idle
     if transport == "inproc":

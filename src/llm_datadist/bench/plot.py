@@ -66,7 +66,7 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
         limit = row.limit and row.limit.partition(" (")[0]  # without its fastest way, which differs between sizes
         for name, rate in ((_OURS, row.gb_per_s), (limit, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
             if name is not None and rate is not None:
-                # Of several sets of one block size the largest counts; it comes first.
+                # Of several sets of one block size the first counts.
                 contenders.setdefault(name, {}).setdefault(row.block_bytes, rate)
     return found
 
@@ -82,7 +82,7 @@ def _times(rows: Sequence[Row]) -> dict[str, tuple[str, dict[str, float]]]:
         if row.op in MOVES:
             continue
         bars = asked["calls" if row.op != Op.LATENCY else "busy" if row.busy else "latency"][1]
-        where = f"{row.blocks} blocks" if row.op != Op.LATENCY else row.transport
+        where = row.transport if row.op in (Op.LATENCY, Op.LINK) else f"{row.blocks} blocks"
         bars.setdefault(f"{row.call}, {where}{f', {row.busy} busy' if row.busy else ''}", row.seconds_median * 1e6)
         if row.peer is not None and row.peer_seconds_median is not None:
             bars.setdefault(f"{row.peer}, beside {row.transport}", row.peer_seconds_median * 1e6)

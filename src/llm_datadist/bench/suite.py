@@ -19,7 +19,7 @@ _KIB: Final = 1024
 _SIZES: Final = tuple(size * _KIB for size in (4, 16, 64, 256, 1024))
 _FEW_SIZES: Final = tuple(size * _KIB for size in (4, 64, 1024))
 #: Blocks of the pulls of 4 KiB that show what a call costs.
-COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
+_COUNTS: Final = (100, 1000, 10_000, 100_000, 1_000_000)
 _SMALLEST_SET: Final = 1 << 20
 #: Bytes for each moved byte: three contenders, source and destination, twice the moved blocks.
 _MEMORY_PER_SET: Final = 3 * 2 * 2
@@ -62,8 +62,8 @@ def _all(request: Request) -> Iterator[Case]:
             cases = cases_of(replace(half, op=op, block_bytes=size))
             # A row of a continuous cache is a whole sequence, never 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
-    for blocks in COUNTS:
-        last = blocks == COUNTS[-1]
+    for blocks in _COUNTS:
+        last = blocks == _COUNTS[-1]
         if last or blocks * _SIZES[0] <= request.set_bytes:
             asked = replace(whole, transport="shm", block_bytes=_SIZES[0], blocks=blocks, against=("memcpy",))
             yield from cases_of(replace(asked, op=Op.PULL, passes=1 if last else _PASSES))
@@ -118,6 +118,11 @@ class Floor:
         if self.measured is None:
             return None
         return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
+
+
+def counts_calls(row: Row) -> bool:
+    """Return True for a pull that shows what a call costs, not what bytes cost."""
+    return row.block_bytes == _SIZES[0] and row.blocks in _COUNTS
 
 
 def floors(rows: Sequence[Row]) -> list[Floor]:
@@ -192,11 +197,7 @@ def _floors_of_time(rows: Sequence[Row]) -> Iterator[Floor]:
                 yield _beside_python(rows, transport, call, busy)
     planned = [row.seconds_median * 1e6 for row in rows if row.op == Op.PLAN and row.blocks == 1000]
     yield Floor("planning 122 tensors x 1000 blocks", max(planned, default=None), 100.0, "us", at_most=True)
-    counted = [
-        1 / row.ratio_to_limit
-        for row in rows
-        if row.op == Op.PULL and row.blocks in COUNTS and row.block_bytes == _SIZES[0] and row.ratio_to_limit
-    ]
+    counted = [1 / row.ratio_to_limit for row in rows if row.op == Op.PULL and counts_calls(row) and row.ratio_to_limit]
     yield Floor("4 KiB blocks, 10^2 to 10^6, time in memcpy's", max(counted, default=None), 1.5, at_most=True)
     allocated = [row.seconds_median * 1e6 / row.tensors for row in rows if row.op == Op.ALLOC]
     yield Floor("allocate and free, for each tensor", max(allocated, default=None), 20.0, "us", at_most=True)
@@ -220,7 +221,7 @@ def _of(rows: Sequence[Row], op: Op, transport: str, size: int) -> list[Row]:
     return [
         row
         for row in rows
-        if (row.op, row.transport, row.block_bytes) == (op, transport, size) and row.blocks not in COUNTS
+        if (row.op, row.transport, row.block_bytes) == (op, transport, size) and not counts_calls(row)
     ]
 
 
