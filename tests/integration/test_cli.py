@@ -152,11 +152,17 @@ def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["two"]
 
 
 @pytest.mark.parametrize(
     ("missing", "line", "extra"),
-    [("typer", "demo", "cli"), ("rich", "demo", "cli"), ("cryptography", "keys new --ca {folder}/ca", "auth")],
+    [
+        ("typer", "demo", "cli"),
+        ("rich", "demo", "cli"),
+        ("cryptography", "keys new --ca {folder}/ca", "auth"),
+        ("prometheus_client", "store --memory 1MiB --listen 127.0.0.1:0 --metrics 0", "metrics"),
+    ],
 )
 def test_without_a_package_one_line_says_what_to_install(missing: str, line: str, extra: str, tmp_path: Path) -> None:
     script = f"import sys; sys.modules[{missing!r}] = None; from llm_datadist.cli import main; sys.exit(main())"

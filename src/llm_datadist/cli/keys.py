@@ -85,14 +85,15 @@ def _new_secret(path: Path, name: str) -> None:
 def _new_authority(folder: Path, clusters: list[str]) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    for cluster in clusters:
+        if cluster != "*" and not (cluster.isascii() and cluster.isdigit()):
+            raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     # Unique: for two authorities of one name OpenSSL reports only a wrong signature.
     authority = f"open-datadist test CA {secrets.token_hex(4)}"
     _write_pair(folder / "ca", key, _certificate(key, key, authority, authority, None))
-    for cluster in clusters:
-        if cluster != "*" and not (cluster.isascii() and cluster.isdigit()):
-            raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
+    for cluster in dict.fromkeys(clusters):
         name = "any" if cluster == "*" else cluster
         own = ec.generate_private_key(ec.SECP256R1())
         _write_pair(folder / name, own, _certificate(own, key, authority, f"cluster {name}", cluster))

@@ -58,6 +58,7 @@ def store(
             address = f"{listen.rpartition(':')[0]}:{server.port}"
             shown: dict[str, Any] = {"address": address, "cluster_id": cluster_id, "memory": size}
             if metrics is not None:
+                import llm_datadist.prometheus  # noqa: F401 (its error names the missing extra)
                 from llm_datadist.store.prometheus import serve
 
                 shown["metrics"] = serve(server, metrics)
