@@ -127,3 +127,12 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ParamError, match=f"{folder}: not a folder of user {os.geteuid()} alone"):
         runtime_secret_file()
     assert list(other.iterdir()) == []
+
+
+def test_options_are_judged_as_the_workers_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    given = {"llm.EnableRemoteCacheAccessible": "1", "llm.Insecure": "0"}
+    assert secret_file(None, given)[0].exists()
+    assert caplog.messages == []

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_text
 from llm_datadist._links.credentials import Kept, Secret, new_secret, read_secrets
-from llm_datadist.config import AUTH_SECRET, DEVICE_ID, INSECURE, CredentialFiles, Options
+from llm_datadist.config import AUTH_SECRET, CACHE_MANAGER, DEVICE_ID, INSECURE, CredentialFiles, Options
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 from llm_datadist.types.grant import TOKEN_BYTES
@@ -92,7 +92,7 @@ def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]
     It is ``llm.AuthSecretFile``, ``own`` (``reference_secret_file``), or this user's file on this host. Raises
     ParamError, and the engine does not start: both files are given; or none, but certificates or ``llm.Insecure``.
     """
-    parsed = Options.parse({DEVICE_ID: "0", **options}, LLMRole.DECODER)
+    parsed = Options.parse({DEVICE_ID: "0", CACHE_MANAGER: "1", **options}, LLMRole.DECODER)
     credentials = parsed.credentials
     if credentials is not None and credentials.secrets is not None:
         if own is not None:
