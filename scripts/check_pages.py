@@ -154,7 +154,9 @@ def mistakes(text: str, known: set[str]) -> Iterator[tuple[int, str]]:
 def citations() -> Iterator[str]:
     """Compare citations, and the pages that sources name, with the headings and pages that there are."""
     known = headings(DOCS)
-    for folder, path in ((each, path) for each in ("src", "tests", "faults", "scripts") for path in _files(ROOT / each)):
+    for folder, path in (
+        (each, path) for each in ("src", "tests", "faults", "scripts") for path in _files(ROOT / each)
+    ):
         source = path.read_text()
         for line, text in mistakes(source, known) if folder != "scripts" else ():  # the scripts have the patterns
             yield f"{path.relative_to(ROOT)}:{line}: {text}"

@@ -107,7 +107,9 @@ class Threads(AbstractContextManager["Threads"]):
 
 
 def finish_before_exit(function: Callable[[], T]) -> T:
-    """Call a function that the interpreter's exit must not end half way: the exit waits for daemon threads in it.
+    """Call a function that the interpreter's exit must not end half way.
+
+    The exit waits for daemon threads in it, at most ten seconds.
 
     Before Python 3.14 the exit ends daemon threads by unwinding their stacks, and Rust code there aborts the process.
     Once the exit has begun, a daemon thread stays here for ever, as it would at its next step.

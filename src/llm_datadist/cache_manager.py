@@ -266,8 +266,8 @@ class CacheManager(EngineUser):
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
-        At most four threads copy, without a time limit. If the device needs staging, the first swap-in takes four
-        device buffers of one block (interface R10).
+        At most four threads copy, without a time limit; if the device needs staging, one more empties its buffers. The
+        first swap-in then takes four device buffers of one block (interface R10), and no signal handler runs meanwhile.
 
         Raises:
             ParamError: Not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, a zero or unmapped address,
@@ -400,7 +400,8 @@ class CacheManager(EngineUser):
             CacheNotFound: All readers have claimed it.
             GrantEnded, NotLinked, PeerLost: The grant, or the link to its owner, has ended.
             LinkError: Too many claims of this peer wait at the owner (``LLM_LINK_BUSY``).
-            DeadlineExceeded: The owner has not made the grant yet; ``budget_ms`` is 0 if ``wait`` is False.
+            DeadlineExceeded: The owner has not made the grant yet, or has not answered within ``sync_kv_timeout``. If
+                ``wait`` is False, ``budget_ms`` is 0 in the first case only.
         """
         engine = self._engine
         check_uint64("cluster_id", cluster_id)

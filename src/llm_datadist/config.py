@@ -353,7 +353,7 @@ def _credentials(given: Mapping[str, Any]) -> CredentialFiles | None:
 
 
 def _default_max_links() -> int:
-    """Return a number of links that leaves most descriptors for other use."""
+    """Return a number of links that leaves a third of the descriptors for other use."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = descriptors == resource.RLIM_INFINITY
     return _MAX_LINKS if unlimited else max(1, min(_MAX_LINKS, descriptors // _DESCRIPTORS_PER_LINK))
@@ -502,7 +502,7 @@ class LLMConfig:
     deploy_res_path = _text_setting("llm.deployResPath")
     cluster_info = _Setting("llm.ClusterInfo", _cluster_info, "", emit=_packed_cluster_info, resets=False)
     ge_options = Attribute(
-        "Options handed on as they are; every property overrides them. Only ``ge.flowGraphMemMaxSize`` matters.",
+        "Options handed on as they are, any that ``init`` knows; properties that were assigned override them.",
         lambda name, value: {} if value is None else check_dict(name, value, str, str),
     )
     output_max_size: _Setting[int | None] = _Setting("llm.OutputMaxSize", check_int, None)

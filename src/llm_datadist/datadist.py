@@ -277,7 +277,8 @@ class LLMDataDist:
     def unlink(self, comm_id: int) -> None:
         """End a communicator, in any state, at this side only.
 
-        The call waits for running operations within ``sync_kv_timeout``, then they fail.
+        Links made for it alone end: the call waits for their operations within ``sync_kv_timeout``, then these fail.
+        Other links stay.
 
         Raises:
             NotLinked: There is no such communicator.
@@ -390,7 +391,8 @@ class LLMDataDist:
         """Return a link's state, its transports and the reason for them. An extension.
 
         Raises:
-            NotLinked: There is no link. The text has its last event, ``__cause__`` the failure of ``link_clusters``.
+            NotLinked: There is no link that operations may use. If there is none at all, the text has its last event,
+                ``__cause__`` the failure of ``link_clusters``.
         """
         engine = self._life.require_engine("explain")
         return engine.links.get(check_uint64("remote_cluster_id", remote_cluster_id)).statistics()

@@ -162,7 +162,8 @@ class LinkStatistics:
         private_transport: Transport for the peer's non-pool memory; None if no transport reaches it.
         resolved: Cached resolutions.
         verified_bytes: Bytes of this side's pulls and pushes whose checksums agreed (``llm.Checksum``).
-        sealed: Both sides are authenticated; all bytes that leave this host are encrypted.
+        sealed: Both sides are authenticated; all bytes that leave this host are encrypted, except KV bytes over nixl
+            (``llm.NixlPlaintext``).
         authenticated_at: Last authentication, seconds since the epoch (``llm.MaxLinkAge``), or None.
         progress_seconds: CPU seconds of UCX's threads for this link; 0 unless the transport is nixl.
         peer_incarnation: The peer's :attr:`LLMDataDist.incarnation`.

@@ -142,7 +142,7 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield counter("grants_ended", "Grants that have ended.", ["end"], ends)
     links = [([str(link.remote_cluster_id), link.transport], link) for link in now.links]
     up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
-    yield gauge("link_up", "1 while operations may use the link.", ["peer", "transport"], up)
+    yield gauge("link_up", "1 while the link is up.", ["peer", "transport"], up)
     for name, text, field in _LINK_COUNTERS:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
     lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()

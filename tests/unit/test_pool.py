@@ -1,6 +1,6 @@
 """Pools: all or nothing, the numbers in an error, the lock, and the check against the host's memory (interface R11).
 
-Memory straight from a device (interface R12): counted, bounded, given back with its cache. The allocator, against a model.
+Memory straight from a device (interface R12): counted, bounded, given back with its cache. An allocator's model.
 """
 
 import itertools

@@ -305,7 +305,7 @@ class LayerPlan:
     ordered: bool
     unit: int  # bytes of a destination block, or of the row
     blocks: NDArray[np.int64] | None  # of the destination; None for a row
-    extent: int  # relative end of the last run
+    extent: int  # highest relative end of a run
 
     @classmethod
     def of_row(cls, src: Geometry, row: int) -> LayerPlan:
@@ -318,7 +318,7 @@ class LayerPlan:
 
     @classmethod
     def of_pieces(cls, src: Geometry, dst_blocks: BlockList, unit: int) -> LayerPlan:
-        """Plan a whole tensor: piece i of ``unit`` bytes, the last may be short, to ``dst_blocks[i]``."""
+        """Plan the first pieces of a tensor: piece i of ``unit`` bytes, the last may be short, to ``dst_blocks[i]``."""
         if not 0 < unit < src.tensor_bytes:
             raise ParamError(
                 f"dst_block_memory_size={unit}: a tensor of {src.tensor_bytes} bytes is cut by it, so it must be above "

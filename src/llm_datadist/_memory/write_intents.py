@@ -157,7 +157,7 @@ class WriteIntents:
                 _native.close_writers(page.address)
 
     def close(self) -> None:
-        """Release pages, even under writers. Idempotent."""
+        """Release the pages of ended links, even under writers; the other links release theirs. Idempotent."""
         self.shut()
         with self._lock:
             self._tidy()

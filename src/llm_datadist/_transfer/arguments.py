@@ -1,7 +1,8 @@
 """Rules on arguments of v2 (CacheManager), v1 (KvCacheManager) and C++ (cpp_api).
 
-:data:`ARGUMENTS` has the rule of each single argument; v1 and C++ override some. All run in the caller's thread,
-before any side effect but a local use.
+:data:`ARGUMENTS` has the rule of each single argument; v1 and C++ override some. These run in the caller's thread.
+Others need the geometry of a cache in local use; of an awaited call they run in its worker. No other side effect comes
+before them.
 """
 
 from __future__ import annotations

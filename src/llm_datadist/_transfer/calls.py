@@ -136,7 +136,11 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
         entry = engine.store.allocate(shape, keys, engine.deadline())
-    return new_handle(engine, entry, cache_desc)
+    try:
+        return new_handle(engine, entry, cache_desc)
+    except BaseException:
+        engine.store.discard(entry.cache_id)
+        raise
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:

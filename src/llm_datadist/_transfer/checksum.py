@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.resolution import Resolution
 
 MAX_QUESTION_BYTES: Final = 64 << 20  # of memory: some 10 ms, during which questions of other peers wait
-MAX_QUESTION_TENSORS: Final = 1 << 15  # of one question; twice their digests fit a frame
+MAX_QUESTION_TENSORS: Final = 1 << 15  # of one question; their digests fill half a frame
 
 _PIECES: Final = 1024  # about, per question of the search for the first difference
 #: Runs of one question; :func:`_split_runs` may double them and add the pieces.
@@ -265,8 +265,8 @@ def _split_runs(runs: NDArray[np.uint64], column: int, unit: int) -> NDArray[np.
 class ChecksumTarget:
     """Target of checksums: answers one question of each peer in turn.
 
-    Owns: the thread ``llm-datadist-verify``, from the first question to :meth:`close`.
-    Threads: the control thread fills the queues, that thread empties them.
+    Owns: the thread ``llm-datadist-verify_0``, from the first question to :meth:`close`.
+    Threads: the control thread fills the queues, that thread empties them; any drops those of a peer.
     """
 
     def __init__(self, store: CacheStore, policy: AccessPolicy, pool: CopyPool | None) -> None:

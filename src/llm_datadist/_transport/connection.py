@@ -283,7 +283,8 @@ class Connection(AbstractContextManager["Connection"]):
         """Announce a transfer in memory under guard ``slot``; None if its owner needs no announcement.
 
         Until the caller ends it, the owner does not reuse that memory. Compare the generations after this call. Raises
-        LinkError if a side is closed, ProtocolError for no such slot, DeadlineExceeded while the intent page is full.
+        LinkError if a side is closed, ProtocolError for an impossible slot number, DeadlineExceeded while the
+        intent page is full.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
             raise _unusable(self, "announce")

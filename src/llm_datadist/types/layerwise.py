@@ -63,7 +63,7 @@ class TransferConfig:
 
     Block b lies b block sizes behind its address. If an address, or its range, lies in none of the peer's caches, the
     config ends with ``LLM_PARAM_INVALID``; the error names the address. Over shm alone (``llm.Transport=shm``) it ends
-    with ``LLM_FEATURE_NOT_ENABLED``.
+    with ``LLM_FEATURE_NOT_ENABLED``. ``dst_layer_range`` may be assigned and is ignored: the layers are the source's.
 
     Raises:
         ParamError: An integer outside its width; a range that is empty, starts below 0 or has another step than 1.
@@ -79,7 +79,6 @@ class TransferConfig:
     )
     src_layer_range = Attribute("Layers to send; None means all.", _some_layers_or_all)
     src_batch_index = Attribute("Row to send, uint32.", check_uint32)
-    # The destination's layers are the source's; exists so that both configs have the attribute.
     dst_layer_range: range | None = None
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A worker's counters, for vLLM's log and its Prometheus metrics."""
+"""A worker's counters, for vLLM's log and its Prometheus metrics. Each tensor-parallel rank counts its own requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNTERS: Final = {
     "fetched_requests": "Requests whose KV came.",
     "fetched_blocks": "Blocks that came.",
     "fetched_bytes": "Bytes that came.",
-    "fetch_seconds": "Seconds in pulls, links and claims.",
+    "fetch_seconds": "Seconds in pulls.",
     "failed_fetches": "Requests whose KV did not come.",
     "refused_offers": "Requests whose blocks were not offered: too many are kept for readers that have not come.",
     "granted_requests": "Requests whose blocks were granted to readers.",
