@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 MAX_PINS_PER_PEER: Final = 4096  # bounds the cost of a peer that never releases
+DRAIN: Final = "drain"  # phase of errors about a cache that is being unregistered
 FIRST_NAMED_PIN: Final = 1 << 62  # peers number their pins from here on; the registry's own numbers are below
 
 
@@ -96,10 +97,6 @@ TRANSITIONS: Final[dict[tuple[CacheState, Event], frozenset[CacheState]]] = {
     (_D, Event.WITHDRAW): frozenset({_P, _F}),
     (_P, Event.UNPIN): frozenset({_P, _F}),
 }
-
-
-class CacheClosing(CacheNotFound):
-    """The cache is being unregistered: its owner may free the memory soon."""
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +351,7 @@ class Registry:
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
         if entry.closing:
-            raise CacheClosing(f"{what}: cache {cache_id} is being unregistered")
+            raise CacheNotFound(f"cache {cache_id} is being unregistered", phase=DRAIN)
         return entry
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from llm_datadist._cache.registry import NOTHING, Effects, Entry, Key, Registry, key_of
+from llm_datadist._cache.registry import DRAIN, NOTHING, Effects, Entry, Key, Registry, key_of
 from llm_datadist._checks import typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
@@ -240,7 +240,7 @@ class CacheStore:
         if entry is None:
             return
         if not deadline.poll(lambda: registry.begin_closing(entry) or registry.registered(cache_id) is not entry):
-            raise deadline.error(f"unregister_cache: another call unregisters cache {cache_id}", "drain")
+            raise deadline.error(f"unregister_cache: another call unregisters cache {cache_id}", DRAIN)
         if registry.registered(cache_id) is not entry:
             return
         guard: Guard = entry.guard
@@ -346,7 +346,7 @@ def _still_used(entry: Entry, pending: tuple[ActiveWrite, ...], deadline: Deadli
         "writer, the end of its process does)"
     )
     peer = next((each.page.cluster_id for each in pending), None)
-    return DeadlineExceeded(text, phase="drain", budget_ms=budget, elapsed_ms=elapsed, peer=peer)
+    return DeadlineExceeded(text, phase=DRAIN, budget_ms=budget, elapsed_ms=elapsed, peer=peer)
 
 
 def _users(calls: int, pending: tuple[ActiveWrite, ...]) -> str:

@@ -304,7 +304,7 @@ class Channel:
                     self._set_aside = payload
                     if go_on := self._on_answer(decode(payload)):
                         self._set_aside = None
-            except ProtocolError:
+            except Exception:  # noqa: BLE001 (the control thread meets it, too, and ends the channel)
                 go_on = False
             if not go_on:
                 self._for_control = True

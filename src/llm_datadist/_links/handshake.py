@@ -205,6 +205,8 @@ class _BlockingFrames(DialledSocket):
                 return data
             text = f"{self.what}: the peer closed the connection in the handshake"
         except LinkRefused as error:
+            if self.hung_up:
+                raise
             text = str(error)
         if self._heard:
             raise LinkRefused(text, phase="handshake")

@@ -93,10 +93,10 @@ public:
         auto ciphers = keys != nullptr ? std::make_unique<LaneCiphers>(*keys) : nullptr;
         if (!body->fds.add(raw)) refuse("an engine has at most ", FdTable::capacity, " lanes");
         // std::function copies its command; a descriptor cannot be copied.
+        std::shared_ptr<std::pair<Fd, std::unique_ptr<LaneCiphers>>> shared;  // closed after it has left the table
         bool posted = false;
         try {
-            auto shared =
-                std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
+            shared = std::make_shared<std::pair<Fd, std::unique_ptr<LaneCiphers>>>(std::move(fd), std::move(ciphers));
             posted = body->thread_of(lane).post([lane, shared, replies](LaneThread& thread) {
                 thread.add(lane, std::move(shared->first), std::move(shared->second), replies);
             });

@@ -136,11 +136,7 @@ def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, 
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
         entry = engine.store.allocate(shape, keys, engine.deadline())
-    try:
-        return new_handle(engine, entry, cache_desc)
-    except BaseException:
-        engine.store.discard(entry.cache_id)
-        raise
+    return new_handle(engine, entry, cache_desc)
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
@@ -172,15 +168,23 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
 
 
 def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
+    """Return the handle of a new cache; undo the cache if there is no memory for it."""
     storage = entry.storage
-    return Cache(
-        entry.cache_id,
-        cache_desc,
-        storage.tensors.bases.tolist(),
-        entry.geometry.kind is CacheKind.BLOCKS,
-        memory=storage,
-        granter=engine.grants,
-    )
+    try:
+        return Cache(
+            entry.cache_id,
+            cache_desc,
+            storage.tensors.bases.tolist(),
+            entry.geometry.kind is CacheKind.BLOCKS,
+            memory=storage,
+            granter=engine.grants,
+        )
+    except BaseException:
+        if entry.owned:
+            engine.store.discard(entry.cache_id)
+        else:
+            engine.store.unregister(entry.cache_id, engine.deadline())
+        raise
 
 
 class RowCopy(NamedTuple):

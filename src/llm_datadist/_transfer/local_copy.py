@@ -17,7 +17,7 @@ import numpy as np
 from llm_datadist import _native
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._cache.registry import CacheClosing
+from llm_datadist._cache.registry import DRAIN
 from llm_datadist._checks import check_rule
 from llm_datadist._native import CopyPool, Plan, Tensors
 from llm_datadist._threads import Threads
@@ -131,10 +131,9 @@ class LocalCopies:
             entry = None
             try:
                 entry = held.enter_context(self._store.using(cache.cache_id, name))
-            except CacheClosing:  # its caller may unmap the memory next
-                raise
-            except CacheNotFound:
-                pass
+            except CacheNotFound as error:
+                if error.phase == DRAIN:  # its owner may unmap the memory soon
+                    raise
             addresses = list(cache.tensor_addrs)
             check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
             if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
@@ -365,7 +364,11 @@ class _Pipeline:
 
 def _wait_all(futures: list[Future[None]]) -> None:
     """Wait until all have ended, then raise the first error."""
-    wait(futures)
+    try:
+        wait(futures)
+    except BaseException:  # as for want of memory: they still use the operands
+        wait(futures)
+        raise
     for each in futures:
         each.result()
 

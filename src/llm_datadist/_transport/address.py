@@ -93,7 +93,7 @@ class DialledSocket:
         self._left = list(addresses)
         self._deadline = deadline
         self.what = what
-        self._hung_up = False
+        self.hung_up = False
         self._open()
 
     def _open(self) -> None:
@@ -111,7 +111,7 @@ class DialledSocket:
             self._call("connect", select.POLLOUT, lambda: self.socket.connect(self.address))
             self._call("connect", select.POLLOUT, lambda: tune(self.socket))
         except LinkRefused:
-            if not self._left or self._hung_up:
+            if not self._left or self.hung_up:
                 raise
             self.close()
             self._open()
@@ -122,7 +122,7 @@ class DialledSocket:
 
     def hang_up(self) -> None:
         """End the connection, and calls that wait for it, at once. Any thread."""
-        self._hung_up = True
+        self.hung_up = True
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -138,7 +138,7 @@ class DialledSocket:
         """Repeat a socket call until it does not block; between the tries, wait for ``event`` within the deadline."""
         while True:
             self._deadline.check(self.what, phase)
-            if self._hung_up:  # connect() would try once more
+            if self.hung_up:  # connect() would try once more
                 raise LinkRefused(f"{self.what}: given up here", phase=phase)
             try:
                 return operation()

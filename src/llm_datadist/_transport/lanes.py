@@ -216,21 +216,25 @@ class LaneGroup:
     def take(
         self, nbytes: int, deadline: Deadline | None = None, *, large: bool = False, kept: int | None = None
     ) -> int:
-        """Add ``nbytes`` to the lane with the smallest load, or to ``kept``; return it. Raises PeerLost without a lane.
+        """Add ``nbytes`` to the lane with the smallest load, or to ``kept``; return it. Raises PeerLost without lanes.
 
         ``large`` transfers leave out the oldest of several lanes. Both sides have the same order, unless one of them
         has not noticed yet that a lane is lost. With a ``deadline`` the call waits for a lane that the peer dials.
         """
-        if deadline is not None and not self.loads:
+        if deadline is not None and kept is None and not self.loads:
             deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
         with self._lock:
-            if not self.loads:
-                raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-            lanes = list(self.loads)
-            lane = min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__) if kept is None else kept
+            lane = self._least(large=large) if kept is None else kept
             if lane in self.loads:  # else it was lost, and fails the job
                 self.loads[lane] += nbytes
             return lane
+
+    def _least(self, *, large: bool) -> int:
+        """Under the lock."""
+        if not self.loads:
+            raise PeerLost("no data lane to the peer is left; link again", phase="copy")
+        lanes = list(self.loads)
+        return min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__)
 
     def put(self, lane: int, nbytes: int, *, moved: bool = False, doubtful: bool = False) -> None:
         """Subtract ``nbytes`` from a lane's load.

@@ -36,6 +36,7 @@ from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotIniti
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
+    from llm_datadist._cache.registry import Entry
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.linking import Pending
@@ -270,11 +271,7 @@ class LlmDataDist:
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
                 entry = engine.store.allocate(geometry, [], engine.deadline())
-            desc = replace(cache_desc, shape=list(cache_desc.shape))
-            cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
-            # In C++ the addresses dangle after Finalize; Python must not crash.
-            views = tuple(segment.view() for segment in entry.storage.segments)
-            cache._memory = Mapped(views)  # noqa: SLF001 (a field of the struct that is not in the header)
+            cache = _struct_of(engine, entry, cache_desc)
         return call.status, cache
 
     def _undo_allocation(self, returned: tuple[LLMStatusCode, Cache | None]) -> None:
@@ -521,3 +518,17 @@ def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None
     """Check that a source is on kDevice; ids are never reused."""
     placement = engine.store.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")
+
+
+def _struct_of(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
+    """Return the struct of a new cache; undo the cache if there is no memory for it."""
+    try:
+        desc = replace(cache_desc, shape=list(cache_desc.shape))
+        cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
+        # In C++ the addresses dangle after Finalize; Python must not crash.
+        views = tuple(segment.view() for segment in entry.storage.segments)
+        cache._memory = Mapped(views)  # noqa: SLF001 (a field of the struct that is not in the header)
+    except BaseException:
+        engine.store.discard(entry.cache_id)
+        raise
+    return cache

@@ -281,8 +281,8 @@ class StoreServer:
         while cache is None:
             try:
                 cache = self._manager.allocate_blocks_cache(CacheDesc(shape.tensors, [count, *shape.shape], kind))
-            except OutOfMemory:  # other shapes have left pieces that are too small
-                if not self._spaces:
+            except OutOfMemory as error:  # other shapes have left pieces that are too small
+                if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
                 self._displace()
         logger.info("namespace %s: %d slots of %s", name[:4].hex(), count, shape)
@@ -301,7 +301,7 @@ class StoreServer:
             del self._spaces[space.name]
             self._cleared += 1
             self._tell("cleared", space.name, [])
-        logger.warning("namespace %s was displaced: the store has %d", space.name[:4].hex(), self._most)
+        logger.warning("namespace %s was displaced by a new one", space.name[:4].hex())
         self._manager.deallocate_blocks_cache(space.cache)
 
     # --- wrong bytes, events, statistics ------------------------------------------------------------------------------
