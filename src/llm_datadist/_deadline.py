@@ -8,6 +8,7 @@ from __future__ import annotations
 import select
 import time
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._native import NO_DEADLINE, deliver_signals
@@ -16,7 +17,7 @@ from llm_datadist.errors import DeadlineExceeded
 if TYPE_CHECKING:
     import socket
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -35,11 +36,12 @@ class Deadline:
         cancelled: Byte for native loops, not 0 after :meth:`cancel`; None if not cancellable.
     """
 
-    __slots__ = ("_started_ns", "budget_ms", "cancelled", "expires_ns")
+    __slots__ = ("_quiet", "_started_ns", "budget_ms", "cancelled", "expires_ns")
 
     def __init__(self, budget_ms: int, *, cancellable: bool = False) -> None:
         self.budget_ms = budget_ms
         self.cancelled = bytearray(1) if cancellable else None
+        self._quiet = False
         self._started_ns = time.monotonic_ns()
         self.expires_ns = min(self._started_ns + budget_ms * _NS_PER_MS, NO_DEADLINE)
 
@@ -48,9 +50,22 @@ class Deadline:
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
     def next_turn(self) -> float:
-        """Run signal handlers; return the seconds of the next turn. The caller holds no lock, nor a reader role."""
-        deliver_signals()
+        """Run signal handlers; return the seconds of the next turn.
+
+        The caller holds no lock and no reader role, unless inside :meth:`without_handlers`.
+        """
+        if not self._quiet:
+            deliver_signals()
         return self.turn()
+
+    @contextmanager
+    def without_handlers(self) -> Iterator[None]:
+        """Hold signal handlers back in waits under a lock, which a handler's own calls could want."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
 
     def turn(self) -> float:
         """Return the seconds of a turn before which no signal handler runs."""

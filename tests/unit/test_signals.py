@@ -36,6 +36,22 @@ def came() -> Iterator[list[int]]:
         signal.signal(number, each)
 
 
+def test_no_handler_runs_where_the_deadline_of_a_call_holds_it_back(came: list[int]) -> None:
+    deadline = Deadline(20)
+
+    @hold_signals
+    def call() -> None:
+        signal.raise_signal(FIRST)
+        with deadline.without_handlers():
+            assert not deadline.poll(lambda: False)
+        assert came == []
+        deadline.next_turn()
+
+    with pytest.raises(Raised):
+        call()
+    assert came == [FIRST]
+
+
 @pytest.mark.parametrize("wait", [deliver_signals, lambda: Deadline(1000).poll(lambda: False)])
 def test_a_handler_runs_where_the_call_waits_and_no_other(came: list[int], wait: Callable[[], None]) -> None:
     seen: list[list[int]] = []

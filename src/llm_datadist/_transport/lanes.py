@@ -320,7 +320,8 @@ class LaneGroup:
         try:
             missing = self.wanted - len(self)
             if missing > 0 and not self.closed:
-                self.owner.add(self, *self.reconnect(missing, deadline))
+                with deadline.without_handlers():
+                    self.owner.add(self, *self.reconnect(missing, deadline))
         except LLMException:
             if not len(self):
                 raise

@@ -494,7 +494,8 @@ class _NixlTransfer:
         try:
             try:
                 end = PlanSide(part, self._transfer.local, not self._transfer.write)
-                moved = connection.sender.move(self._turn, end, ready, self._progress)
+                with self._transfer.deadline.without_handlers():  # the agent is in use
+                    moved = connection.sender.move(self._turn, end, ready, self._progress)
             except NixlFailed as error:
                 failed = error  # the owner knows whether its receiver has ended
             done = self._ask(Done(ready.move, good=bool(moved)))
