@@ -78,7 +78,7 @@ class Target:
             self._policy.require_use(link, entry, 0 if pin is None else pin.pin_id)
             if like is not None and (pin is None or entry.geometry != like.geometry):
                 raise CacheNotFound(f"cache {entry.cache_id} is not what the peer takes it to be")
-        except LLMException:
+        except BaseException:
             if pin is not None:
                 self._store.apply(registry.release(link, pin.pin_id))
             raise
@@ -147,9 +147,18 @@ class Target:
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         place = message.cache_id, message.row
         pin, entry, row, binding = self._found(link, key, place, message.budget_ms, consumes=consumes)
-        pin_id = 0 if pin is None else pin.pin_id
+        try:
+            return self._answer(link, message, pin, entry, row, None if key is None else binding)
+        except BaseException:
+            if pin is not None:
+                store.apply(store.registry.release(link, pin.pin_id))
+            raise
+
+    def _answer(
+        self, link: Link, message: Resolve, pin: Pin | None, entry: Entry, row: int, binding: Binding | None
+    ) -> Resolved:
         # Without remote cache access pools are sealed against peers' writes, so absolute addresses are needed.
-        sealed = message.push and not store.remote_accessible
+        sealed = message.push and not self._store.remote_accessible
         regions, offsets = entry.storage.names(mapped=link.connection.capabilities.shared_regions and not sealed)
         if link.connection.reaching(np.frombuffer(regions, "<u4")).capabilities.remote_guards:
             regions = offsets = b""  # the handle suffices, and the peer learns no address
@@ -162,8 +171,8 @@ class Target:
             row=row,
             regions=regions,
             offsets=offsets,
-            guards=_promised(entry, None if key is None else binding),
-            pin=pin_id,
+            guards=_promised(entry, binding),
+            pin=0 if pin is None else pin.pin_id,
         )
 
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
