@@ -1,6 +1,7 @@
 """Questions of users' own over a link, callbacks of lost peers, grants for one peer, digests of blocks."""
 
 import secrets
+import sys
 import threading
 from typing import Any, Final
 
@@ -46,6 +47,8 @@ def serve(world: World) -> None:
             raise CacheMismatch(f"no {rest.decode()}")
         if word == b"fail":
             raise ZeroDivisionError("of the handler")
+        if word == b"exit":
+            sys.exit("of the handler")
         if word == b"keep":
             kept.append(question)
             return None
@@ -98,6 +101,8 @@ def test_a_refused_question_has_status_and_text_and_the_link_stays(shm_pair: Pai
     with pytest.raises(LLMException, match="internal error: ZeroDivisionError") as other:
         decoder.do(ask, b"fail")
     assert (type(other.value), other.value.status_code) == (LLMException, LLMStatusCode.LLM_FAILED)
+    with pytest.raises(LLMException, match="internal error: SystemExit"):
+        decoder.do(ask, b"exit")
     with pytest.raises(LLMException, match="no handler answers") as none:
         decoder.do(ask, b"", 5000, "other")
     assert none.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED

@@ -129,7 +129,7 @@ class RetryQueue(Generic[A]):
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if self._running:
                 return
             raise LinkRefused(f"no thread to dial with: {error}") from error

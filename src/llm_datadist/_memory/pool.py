@@ -69,15 +69,24 @@ class MemoryPool:
         with self._lock:
             if self.segment.closed:
                 raise StateError(f"pool {self.name} is closed: nothing can be allocated")
-            for _ in range(count):
-                offset = self._allocator.allocate(nbytes)
-                if offset is None:
-                    for each in offsets:
-                        self._allocator.free(each)
-                    raise self._shortage(count, nbytes)
-                offsets.append(offset)
-            self._peak_used = max(self._peak_used, self._allocator.used_bytes)
-        return Allocation(self, self.segment, tuple(offsets), nbytes)
+            try:
+                for _ in range(count):
+                    if (offset := self._allocator.allocate(nbytes)) is None:
+                        break
+                    offsets.append(offset)
+                else:
+                    self._peak_used = max(self._peak_used, self._allocator.used_bytes)
+                    return Allocation(self, self.segment, tuple(offsets), nbytes)
+            except BaseException:
+                self._give_back(offsets)
+                raise
+            self._give_back(offsets)
+            raise self._shortage(count, nbytes)
+
+    def _give_back(self, offsets: list[int]) -> None:
+        """Under the lock."""
+        for each in offsets:
+            self._allocator.free(each)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:

@@ -100,7 +100,7 @@ class Questions:
         for callback in callbacks:
             try:
                 callback(link.peer.cluster_id, link.peer.incarnation.hex())
-            except Exception as error:  # noqa: BLE001 (of the user; the link's end must go on)
+            except BaseException as error:  # noqa: BLE001 (of the user; the link's end must go on)
                 logger.error("unexpected error of a callback of on_peer_lost", exc_info=error)
 
 

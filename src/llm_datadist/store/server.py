@@ -138,16 +138,16 @@ class StoreServer:
         try:
             self._manager = self.datadist.cache_manager
             self._savers = _Savers()
+            for name, handler in (
+                (messages.LOOKUP, self._on_lookup),
+                (messages.SAVE, self._on_save),
+                (messages.SUSPECT, self._on_suspect),
+                (messages.EVENTS, self._on_events),
+            ):
+                self.datadist.answer_questions(name, handler)
         except BaseException:
             self.datadist.finalize()
             raise
-        for name, handler in (
-            (messages.LOOKUP, self._on_lookup),
-            (messages.SAVE, self._on_save),
-            (messages.SUSPECT, self._on_suspect),
-            (messages.EVENTS, self._on_events),
-        ):
-            self.datadist.answer_questions(name, handler)
 
     @property
     def port(self) -> int:
@@ -402,9 +402,15 @@ class _Savers:
         self._ready: SimpleQueue[Client | None] = SimpleQueue()
         self._closed = False
         # No executor: that a thread cannot be started shows here, and a store that is not closed ends with its process.
-        self._threads = [threading.Thread(target=self._run, name=f"{_NAME}_{n}", daemon=True) for n in range(_THREADS)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(_THREADS):
+                thread = threading.Thread(target=self._run, name=f"{_NAME}_{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, question: PeerQuestion, job: Job) -> None:
         """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Never
 from vllm.logger import init_logger
 
 from llm_datadist import LLMClusterInfo, LLMStatusCode
+from llm_datadist._threads import Threads
 from llm_datadist.errors import DeadlineExceeded, GrantEnded, LinkError, LLMException, NotLinked
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ THREADS: Final = 4  # for each engine
 class _Engine:
     def __init__(self, ranks: list[RankEndpoint]) -> None:
         self.ranks = ranks
-        self.threads = ThreadPoolExecutor(THREADS, "lldd-vllm-engine")
+        self.threads = Threads(THREADS, "lldd-vllm-engine")
         self.users = 0  # running or held claims; guarded by Engines' lock
         self.linking = threading.Lock()
         self.failure, self.failed_at = "", -math.inf  # last failure to reach it
@@ -82,10 +83,13 @@ class Engines:
     def claim(self, offer: KvOffer, token: bytes, shares_of: Callable[[KvOffer], list[Share]]) -> Future[ClaimedOffer]:
         """Claim an offer's grants for the shares that ``shares_of`` returns or refuses; never waits."""
         future: Future[ClaimedOffer] = Future()
+        claimed: ClaimedOffer | None = None
         try:
             claimed = ClaimedOffer(offer, token, shares_of(offer), self._engine_of(offer.ranks))
             claimed.engine.threads.submit(self._claim_all, claimed, future)
         except Exception as error:  # noqa: BLE001 (fails the request)
+            if claimed is not None:  # no thread could be started
+                self.release(claimed)
             future.set_exception(error)
         return future
 
