@@ -142,8 +142,14 @@ def test_completion_for_shells(shell: str) -> None:
         ("keys show /nowhere", "No such file or directory: '/nowhere'"),
         ("keys show {folder}", "Is a directory"),
         ("keys new {folder}", "Is a directory"),
-        ("keys new {folder}/two --id today", "/two has a secret 'today' already, or that is not one word: choose"),
+        (
+            "keys new {folder}/two --id today",
+            "/two has a secret 'today' already, or that is not one word in ASCII: choose",
+        ),
+        ("keys new {folder}/two --id \xe4", "that is not one word in ASCII"),
         ("keys new {folder}/ca --ca --cluster seven", "--cluster 'seven' is neither a cluster id nor *"),
+        ("keys new {folder}/ca --ca --cluster 1 --cluster 01", "--cluster '01' is neither a cluster id nor *"),
+        ("keys new {folder}/ca --cluster 1", "--cluster is of certificates: give --ca, too"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path) -> None:

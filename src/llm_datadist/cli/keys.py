@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llm_datadist._checks import is_digits
 from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secrets
 from llm_datadist.cli.usage import examples
 from llm_datadist.errors import LLMException
@@ -42,6 +43,8 @@ def new(
 
     An instance shows the first secret of its file, and believes all of them.
     """
+    if cluster and not ca:
+        raise typer.BadParameter("--cluster is of certificates: give --ca, too")
     try:
         if ca:
             _new_authority(path, cluster or ["*"])
@@ -76,8 +79,11 @@ def _failed(error: Exception) -> typer.Exit:
 
 def _new_secret(path: Path, name: str) -> None:
     present = read_secrets(path) if path.exists() else []
-    if name in {each.id for each in present} or not name or name.split() != [name] or name.startswith("#"):
-        raise typer.BadParameter(f"{path} has a secret {name!r} already, or that is not one word: choose another --id")
+    word = name.isascii() and name.split() == [name] and not name.startswith("#")
+    if not word or name in {each.id for each in present}:
+        raise typer.BadParameter(
+            f"{path} has a secret {name!r} already, or that is not one word in ASCII: choose another --id"
+        )
     new_secret(path, name)
     print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by instances that use this file")
 
@@ -86,18 +92,24 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     for cluster in clusters:
-        if cluster != "*" and not (cluster.isascii() and cluster.isdigit()):
+        if cluster != "*" and not (is_digits(cluster) and str(int(cluster)) == cluster and int(cluster) < 1 << 64):
             raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
+        if (there := folder / f"{_file_of(cluster)}.key").exists():
+            raise typer.BadParameter(f"{there} exists already: choose another folder, or remove it")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     # Unique: for two authorities of one name OpenSSL reports only a wrong signature.
     authority = f"open-datadist test CA {secrets.token_hex(4)}"
     _write_pair(folder / "ca", key, _certificate(key, key, authority, authority, None))
     for cluster in dict.fromkeys(clusters):
-        name = "any" if cluster == "*" else cluster
+        name = _file_of(cluster)
         own = ec.generate_private_key(ec.SECP256R1())
         _write_pair(folder / name, own, _certificate(own, key, authority, f"cluster {name}", cluster))
         print(f"llm.TlsCert={folder / name}.pem llm.TlsKey={folder / name}.key llm.TlsCa={folder / 'ca.pem'}")
+
+
+def _file_of(cluster: str) -> str:
+    return "any" if cluster == "*" else cluster
 
 
 def _write_pair(path: Path, key: EllipticCurvePrivateKey, certificate: Certificate) -> None:

@@ -126,9 +126,11 @@ def runtime_secret_file() -> Path:
         path = folder / "references"
         if not path.exists():
             made = new_secret(folder / f".{secrets.token_hex(8)}", "host")
-            with suppress(FileExistsError):  # another engine was faster
-                os.link(made, path)
-            made.unlink()
+            try:
+                with suppress(FileExistsError):  # another engine was faster
+                    os.link(made, path)
+            finally:
+                made.unlink()
     except OSError as error:
         raise ParamError(f"{SECRET_FILE}: {folder}: cannot be used: {error.strerror}; give a file") from None
     return path
