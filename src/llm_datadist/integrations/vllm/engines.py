@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, Never
 from vllm.logger import init_logger
 
 from llm_datadist import LLMClusterInfo, LLMStatusCode
-from llm_datadist._threads import Threads
 from llm_datadist.errors import DeadlineExceeded, GrantEnded, LinkError, LLMException, NotLinked
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ THREADS: Final = 4  # for each engine
 class _Engine:
     def __init__(self, ranks: list[RankEndpoint]) -> None:
         self.ranks = ranks
-        self.threads = Threads(THREADS, "lldd-vllm-engine")
+        self.threads = ThreadPoolExecutor(THREADS, "lldd-vllm-engine")
         self.users = 0  # running or held claims; guarded by Engines' lock
         self.linking = threading.Lock()
         self.failure, self.failed_at = "", -math.inf  # last failure to reach it
@@ -124,6 +123,8 @@ class Engines:
     # --- on an engine's thread ----------------------------------------------------------------------------------------
 
     def _claim_all(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
+        if future.done():  # the executor has kept what it refused
+            return
         try:
             for share in claimed.shares:
                 claimed.grants.append(self._claim_of(claimed, share))
