@@ -347,7 +347,7 @@ def test_memory_that_is_being_unregistered_is_not_swapped(end: LocalEnd) -> None
         unregistering = Call(world.cm.unregister_cache, host.cache_id)
         wait_until(lambda: entry.closing)
         before = [array.copy() for array in scene.around]
-        with pytest.raises(CacheNotFound, match=f"^cache {host.cache_id} is being unregistered"):
+        with pytest.raises(CacheNotFound, match=f"dst_cache: cache {host.cache_id} is being unregistered"):
             world.cm.swap_blocks(world.caches["kv"], host, {0: 1})
         same_bytes(scene.around, before)
     unregistering.result()

@@ -351,7 +351,7 @@ class Registry:
         if entry is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
         if entry.closing:
-            raise CacheNotFound(f"cache {cache_id} is being unregistered", phase=DRAIN)
+            raise CacheNotFound(f"{what}: cache {cache_id} is being unregistered", phase=DRAIN)
         return entry
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:

@@ -75,8 +75,9 @@ class MemoryPool:
                         break
                     offsets.append(offset)
                 else:
+                    found = Allocation(self, self.segment, tuple(offsets), nbytes)
                     self._peak_used = max(self._peak_used, self._allocator.used_bytes)
-                    return Allocation(self, self.segment, tuple(offsets), nbytes)
+                    return found
             except BaseException:
                 self._give_back(offsets)
                 raise

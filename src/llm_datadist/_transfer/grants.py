@@ -150,7 +150,6 @@ class Grants:
         seconds = math.inf if ttl is None else _check_ttl(ttl)
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
         link = None if peer is None else self._link_to(check_uint64("peer", peer))
-        listed = numbers.tolist()
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
@@ -161,11 +160,14 @@ class Grants:
                 self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
-            grant = Grant(self._cluster_id, incarnation, cache_id, key, token, listed, self)
+            added = False
             try:
+                grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
+                added = True  # from here on only a refusal leaves it out
                 answers = self._add(grant, entry, time.monotonic() + seconds, link)
-            except BaseException:
-                self._undo(grant)
+            except BaseException as error:
+                if not added or isinstance(error, LLMException):
+                    self._store.exports.guards.release(guard.slot)
                 raise
         if link is not None and link.ended:  # perhaps before it was claimed here
             self._end(token, READER_LOST)
@@ -193,15 +195,6 @@ class Grants:
         if earliest:
             self._call_at(until, self._expire)
         return answers
-
-    def _undo(self, grant: Grant) -> None:
-        """End a grant of which nobody learns, added or not."""
-        with self._lock:
-            given = self._given.get(grant.token)
-        if given is not None and given.grant is grant:
-            self._end(grant.token, _REVOKED)
-        else:
-            self._store.exports.guards.release(grant.guard[0])
 
     def _require_open(self) -> None:
         """Under the lock."""

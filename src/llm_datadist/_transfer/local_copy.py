@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from llm_datadist.metrics import SwapStatistics
 from llm_datadist.types import Cache, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
+
+T = TypeVar("T")
 
 _WORKERS: Final = 4  # of swaps, at most one per usable CPU (interface R10)
 _STAGING_BUFFERS: Final = 4
@@ -270,7 +271,7 @@ class SwapEngine:
             for copy in copies[first :: self.workers]:
                 self._device.copy_from_device(*copy)
 
-        _wait_all([self._threads.share(work, worker) for worker in range(self.workers)])
+        _share(self._threads, work, range(self.workers))
 
     def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
         self._take_staging(block_bytes)
@@ -325,8 +326,7 @@ class _Pipeline:
     def run(self, copies: list[tuple[int, int, int]], threads: Threads, workers: int) -> None:
         drain = threads.submit(self._drain)
         try:
-            fills = [threads.share(self._fill, copies[worker::workers]) for worker in range(workers)]
-            _wait_all(fills)
+            _share(threads, self._fill, [copies[worker::workers] for worker in range(workers)])
         finally:
             self._full.put(None)
             drain.result()
@@ -362,15 +362,15 @@ class _Pipeline:
             raise error
 
 
-def _wait_all(futures: list[Future[None]]) -> None:
-    """Wait until all have ended, then raise the first error."""
+def _share(threads: Threads, work: Callable[[T], None], parts: Iterable[T]) -> None:
+    """Have threads work on the parts; raise the first error once all have ended."""
+    shared: list[Future[None]] = []
     try:
-        wait(futures)
-    except BaseException:  # as for want of memory: they still use the operands
-        wait(futures)
-        raise
-    for each in futures:
-        each.result()
+        shared.extend(threads.share(work, part) for part in parts)  # keeps those before an error
+    finally:
+        errors = [each.exception() for each in shared]
+    for error in filter(None, errors):
+        raise error
 
 
 def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, int]]:

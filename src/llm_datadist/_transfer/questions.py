@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -74,7 +75,8 @@ class Questions:
         send = partial(self._send, link, message.id, [True])
         question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, send)
         if handler is not None:
-            question.answer_by(partial(handler, question))
+            with suppress(BaseException):  # it is logged, and ends no thread of the library
+                question.answer_by(partial(handler, question))
             return
         none = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         question.refuse(LLMException("no handler answers questions of this name", status_code=none))

@@ -79,6 +79,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         guard_set = _guard_set(tensors, answer.guards)
         if guard_set is None:
             tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
+        return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
     except BaseException as error:
         if answer.pin:
             link.report(Release(answer.pin, 0, 0))
@@ -87,7 +88,6 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if isinstance(error, LLMException) or not isinstance(error, ValueError):
             raise
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-    return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:

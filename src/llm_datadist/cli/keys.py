@@ -94,8 +94,9 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
     for cluster in clusters:
         if cluster != "*" and not (is_digits(cluster) and str(int(cluster)) == cluster and int(cluster) < 1 << 64):
             raise typer.BadParameter(f"--cluster {cluster!r} is neither a cluster id nor *")
-        if (there := folder / f"{_file_of(cluster)}.key").exists():
-            raise typer.BadParameter(f"{there} exists already: choose another folder, or remove it")
+        for there in (folder / f"{_file_of(cluster)}.{suffix}" for suffix in ("key", "pem")):
+            if there.exists():
+                raise typer.BadParameter(f"{there} exists already: choose another folder, or remove it")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     # Unique: for two authorities of one name OpenSSL reports only a wrong signature.

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
+from contextlib import ExitStack
 from functools import partial
 from itertools import count, islice
 from queue import SimpleQueue
@@ -135,9 +136,11 @@ class StoreServer:
         #: The store's LLMDataDist, for its statistics.
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
         self.datadist.init(_options(size, listen) | given)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.datadist.finalize)
             self._manager = self.datadist.cache_manager
             self._savers = _Savers()
+            undo.callback(self._savers.close)
             for name, handler in (
                 (messages.LOOKUP, self._on_lookup),
                 (messages.SAVE, self._on_save),
@@ -145,9 +148,7 @@ class StoreServer:
                 (messages.EVENTS, self._on_events),
             ):
                 self.datadist.answer_questions(name, handler)
-        except BaseException:
-            self.datadist.finalize()
-            raise
+            undo.pop_all()
 
     @property
     def port(self) -> int:

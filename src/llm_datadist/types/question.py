@@ -54,9 +54,11 @@ class PeerQuestion:
                 self.answer(body)
         except LLMException as error:
             self.refuse(error)
-        except BaseException as error:  # noqa: BLE001 (of the user; it may not end the thread, and the peer would wait)
+        except BaseException as error:  # of the user; the peer would wait
             logger.error("unexpected error while a question is answered", exc_info=error)
             self.refuse(LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED))
+            if not isinstance(error, Exception):
+                raise
 
     def __repr__(self) -> str:
         return f"<PeerQuestion of {len(self.body)} bytes from cluster {self.cluster_id}>"

@@ -88,7 +88,10 @@ class Engines:
             claimed.engine.threads.submit(self._claim_all, claimed, future)
         except Exception as error:  # noqa: BLE001 (fails the request)
             if claimed is not None:  # no thread could be started
+                if not future.cancel():
+                    return future  # another one runs it: the executor keeps what it refuses
                 self.release(claimed)
+                future = Future()
             future.set_exception(error)
         return future
 
@@ -123,7 +126,7 @@ class Engines:
     # --- on an engine's thread ----------------------------------------------------------------------------------------
 
     def _claim_all(self, claimed: ClaimedOffer, future: Future[ClaimedOffer]) -> None:
-        if future.done():  # the executor has kept what it refused
+        if not future.set_running_or_notify_cancel():
             return
         try:
             for share in claimed.shares:
