@@ -275,8 +275,8 @@ class Channel:
         try:
             while waiter.gate.locked() and (self.reader is waiter or self.take_role(waiter)):
                 self._read_for(waiter, deadline.turn())
-                if not waiter.gate.locked() or deadline.expired():
-                    break
+                if not waiter.gate.locked() or self._for_control or deadline.expired():
+                    break  # the control thread needs the role once more, as for the end of the stream
                 self.forgo(waiter)
                 deadline.next_turn()  # a signal handler may wait for an answer over this channel, too
         finally:
