@@ -52,6 +52,7 @@ _SAVE_BYTES: Final = 64 << 20  # of one question, so that a preempted request wa
 _DIAL_MS: Final = 2000
 _FIRST_PAUSE: Final = 0.05  # seconds between dials, at first and at most
 _LONGEST_PAUSE: Final = 5.0
+_LOOK_PAUSE: Final = 1.0  # seconds between looks at the link
 _SUSPECT_MS: Final = 1000
 
 
@@ -310,7 +311,7 @@ class StoreClient:
 
     def _dial(self) -> None:
         """Link to the store whenever it is wanted. In a thread of its own."""
-        pause: float | None = None  # seconds; None waits until it is wanted
+        pause: float | None = None  # seconds
         while True:
             self._wanted.clear()  # before the look: whoever sets it afterwards is heard
             if self._closed:
@@ -322,12 +323,14 @@ class StoreClient:
                 linked = self._is_up()
             except StateError:
                 return  # finalized
-            if linked:
+            if not linked:
+                self._linked.clear()
+                pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)
+            elif not self._linked.is_set():
                 self._resume_at, pause = 0.0, None
                 self._linked.set()
-            else:
-                pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)
-            self._wanted.wait(pause)
+            # A call may have noticed the end of the link before the link itself has: look once more.
+            self._wanted.wait(_LOOK_PAUSE if linked else pause)
 
     def _is_up(self) -> bool:
         with suppress(NotLinked):
