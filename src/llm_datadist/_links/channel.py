@@ -10,12 +10,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist._native import SocketInput, send_now
+from llm_datadist._transport.address import shut_down
 from llm_datadist.errors import AuthFailed, NotLinked, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -360,8 +360,7 @@ class Channel:
         self._control.dismiss(self._socket)
         self._control.loop.remove_writer(self._socket.fileno())
         # A forked child may hold the socket: only a shutdown tells the peer. It also wakes a reader.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._socket)
         with self._lock:
             self._released = True
             unused = self._parked or not self._role_held

@@ -40,7 +40,15 @@ from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
 from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
 from llm_datadist._log import logger, named
 from llm_datadist._transport import instances
-from llm_datadist._transport.address import DialledSocket, is_plain, new_socket, other_build, read_exactly, resolve
+from llm_datadist._transport.address import (
+    DialledSocket,
+    is_plain,
+    new_socket,
+    other_build,
+    read_exactly,
+    resolve,
+    shut_down,
+)
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -514,7 +522,7 @@ class Listener:
         """End a handshake; its coroutine closes the socket."""
         self._silent.pop(sock, None)
         self._greetings.pop(sock, None)
-        _shut_down(sock)
+        shut_down(sock)
 
     async def _greet(self, sock: socket.socket, address: tuple[str, int]) -> None:
         handed_over = False
@@ -677,8 +685,3 @@ class Listener:
         except BaseException:
             connection.close()
             raise
-
-
-def _shut_down(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

@@ -160,14 +160,15 @@ class Grants:
                 self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
-            added = False
             try:
                 grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
-                added = True  # from here on only a refusal leaves it out
+            except BaseException:
+                self._store.exports.guards.release(guard.slot)
+                raise
+            try:
                 answers = self._add(grant, entry, time.monotonic() + seconds, link)
-            except BaseException as error:
-                if not added or isinstance(error, LLMException):
-                    self._store.exports.guards.release(guard.slot)
+            except LLMException:  # refused; after any other error it may be there, and expires
+                self._store.exports.guards.release(guard.slot)
                 raise
         if link is not None and link.ended:  # perhaps before it was claimed here
             self._end(token, READER_LOST)

@@ -49,6 +49,12 @@ def new_socket(address: tuple[str, int]) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
 
 
+def shut_down(sock: socket.socket) -> None:
+    """End both directions, also of a socket that is closed already; who waits for it wakes."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tuple[str, int]]:
     """Return the addresses of a host in the order to try them. Raises LinkRefused or DeadlineExceeded.
 
@@ -123,8 +129,7 @@ class DialledSocket:
     def hang_up(self) -> None:
         """End the connection, and calls that wait for it, at once. Any thread."""
         self.hung_up = True
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self.socket)
 
     def send(self, data: bytes) -> None:
         while data:
