@@ -1,23 +1,30 @@
-"""Print what several runs of the standard suite reached, for docs/notes/floors.md: a table in Markdown.
+"""Print what several runs of the standard suite reached, for README.md, docs/performance.md and docs/notes/floors.md.
 
     python -m benchmarks.compare_suites quiet=1.json,2.json,3.json,4.json,5.json busy=6.json,...
 
 Each argument is a load of the machine and the files that ``llm-datadist bench --json`` wrote under it. For each floor:
 what is wanted; under each load the median, and the lowest and the highest in brackets; in how many of all runs it was
-met. Before it, one line for each load: how many runs, and how much the memcpy of the pulls over shm changed.
+met. Before them, one line for each load: how many runs, and how much the memcpy of the pulls over shm changed; then the
+ratios of pulls and pushes by size of a block, the lowest and the highest of all runs.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from llm_datadist.bench.cases import size_text
 from llm_datadist.bench.rows import Row
-from llm_datadist.bench.suite import Floor, floors
+from llm_datadist.bench.suite import Floor, counts_calls, floors
+from llm_datadist.bench.workload import BenchMemory, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _rows_of: Final = msgspec.json.Decoder(list[Row]).decode
 
@@ -50,14 +57,33 @@ def _wanted(every: list[Floor]) -> str:
     return f"at {'most' if every[0].at_most else 'least'} {shown} {every[0].unit}"
 
 
+def _show_ratios(op: Op, rows: list[Row]) -> Iterator[str]:
+    """Yield a table: one row for each transport and limit or peer, one column for each size of a block."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.op == op and row.memory == BenchMemory.POOL and not counts_calls(row):
+            for other, ratio in ((row.limit, row.ratio_to_limit), (row.peer, row.ratio_to_peer)):
+                if other and ratio:
+                    found[row.transport, other][row.block_bytes].append(ratio)
+    sizes = sorted({size for each in found.values() for size in each})
+    yield f"\n| {op}, times as fast as | {' | '.join(map(size_text, sizes))} |"
+    yield "|---|" + "---|" * len(sizes)
+    for (transport, other), each in found.items():
+        cells = (f"{min(each[size]):.2f} to {max(each[size]):.2f}" if each[size] else "" for size in sizes)
+        yield f"| {transport}: {other} | {' | '.join(cells)} |"
+
+
 def main(arguments: list[str]) -> int:
-    """Print the lines and the table."""
+    """Print the lines and the tables."""
     loads = {load: _load(names) for load, _, names in (each.partition("=") for each in arguments)}
     if not loads:
         print(__doc__)
         return 2
     for load, runs in loads.items():
         print(_show_memcpy(load, runs))
+    rows = [row for runs in loads.values() for each in runs for row in each]
+    for op in (Op.PULL, Op.PUSH):
+        print(*_show_ratios(op, rows), sep="\n")
     asked = {load: list(zip(*map(floors, runs), strict=True)) for load, runs in loads.items()}
     print(f"\n| floor | wanted | {' | '.join(loads)} | met |")
     print("|---|---|" + "---|" * len(loads) + "---|")
