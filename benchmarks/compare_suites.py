@@ -61,10 +61,12 @@ def _show_ratios(op: Op, rows: list[Row]) -> Iterator[str]:
     """Yield a table: one row for each transport and limit or peer, one column for each size of a block."""
     found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.op == op and row.memory == BenchMemory.POOL and not counts_calls(row):
+        twice = row.transport == "tcp" and row.memory == BenchMemory.REGISTERED  # once more, beside the limit only
+        if row.op == op and not twice and not counts_calls(row):
             for other, ratio in ((row.limit, row.ratio_to_limit), (row.peer, row.ratio_to_peer)):
                 if other and ratio:
-                    found[row.transport, other][row.block_bytes].append(ratio)
+                    way_left_out = other.partition(" (")[0]
+                    found[row.transport, way_left_out][row.block_bytes].append(ratio)
     sizes = sorted({size for each in found.values() for size in each})
     yield f"\n| {op}, times as fast as | {' | '.join(map(size_text, sizes))} |"
     yield "|---|" + "---|" * len(sizes)
