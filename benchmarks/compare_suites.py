@@ -63,10 +63,9 @@ def _show_ratios(op: Op, rows: list[Row]) -> Iterator[str]:
     for row in rows:
         twice = row.transport == "tcp" and row.memory == BenchMemory.REGISTERED  # once more, beside the limit only
         if row.op == op and not twice and not counts_calls(row):
-            for other, ratio in ((row.limit, row.ratio_to_limit), (row.peer, row.ratio_to_peer)):
+            for other, ratio in ((row.limit_name, row.ratio_to_limit), (row.peer, row.ratio_to_peer)):
                 if other and ratio:
-                    way_left_out = other.partition(" (")[0]
-                    found[row.transport, way_left_out][row.block_bytes].append(ratio)
+                    found[row.transport, other][row.block_bytes].append(ratio)
     sizes = sorted({size for each in found.values() for size in each})
     yield f"\n| {op}, times as fast as | {' | '.join(map(size_text, sizes))} |"
     yield "|---|" + "---|" * len(sizes)

@@ -63,8 +63,7 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
             continue
         where = "" if row.transport == "local" else f" over {row.transport}"
         contenders = found.setdefault(f"{row.call}{where}", {})
-        limit = row.limit and row.limit.partition(" (")[0]  # without its fastest way, which differs between sizes
-        for name, rate in ((_OURS, row.gb_per_s), (limit, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
+        for name, rate in ((_OURS, row.gb_per_s), (row.limit_name, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
             if name is not None and rate is not None:
                 # Of several sets of one block size the first counts.
                 contenders.setdefault(name, {}).setdefault(row.block_bytes, rate)

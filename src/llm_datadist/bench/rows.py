@@ -49,6 +49,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     peer_cpu_seconds_per_gib: float | None = None
     verified: bool = True
 
+    @property
+    def limit_name(self) -> str | None:
+        """The limit without its fastest way, which differs from size to size."""
+        return self.limit and self.limit.partition(" (")[0]
+
 
 @dataclass(slots=True)
 class Measured:

@@ -43,7 +43,7 @@ def report_line(rows: Sequence[Row], floors: Sequence[Floor]) -> str:
         typical = [row for row in found if row.block_bytes == _TYPICAL]
         if typical and found[0].op == Op.PULL:
             ratios = [(row.peer, row.ratio_to_peer) for row in typical]
-            beside = [(_name(typical[0].limit), typical[0].ratio_to_limit), *ratios]
+            beside = [(typical[0].limit_name, typical[0].ratio_to_limit), *ratios]
             times = ", ".join(f"{ratio:.2f} x {name}" for name, ratio in beside if ratio is not None)
             parts.append(f"{call} over {transport} {typical[0].gb_per_s:.2f} GB/s{f' ({times})' if times else ''}")
     parts += [f"{cells['us']} p50 {cells['p50']} us, p99 {cells['p99']} us" for cells in _times(rows)]
@@ -70,9 +70,9 @@ def _rates(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     for call, transport, found in _groups(rows):
         over = "" if transport == "local" else f" over {transport}"
         yield _rate(f"{call}{over}", {row.block_bytes: (row.gb_per_s, row.cpu_seconds_per_gib) for row in found})
-        if limit := found[0].limit:
+        if limit := found[0].limit_name:
             of = {row.block_bytes: (row.limit_gb_per_s, row.limit_cpu_seconds_per_gib) for row in found}
-            yield _rate(f"  {_name(limit)}", of)
+            yield _rate(f"  {limit}", of)
         for peer in dict.fromkeys(row.peer for row in found if row.peer):
             mine = [row for row in found if row.peer == peer]
             yield _rate(
@@ -99,11 +99,6 @@ def _times(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
                 "peer": row.peer or "",
                 "peer p50": _micros(row.peer_seconds_median),
             }
-
-
-def _name(limit: str | None) -> str:
-    """Return a limit without its way, which differs from size to size."""
-    return (limit or "").partition(" (")[0]
 
 
 def _text(value: float | None) -> str:
