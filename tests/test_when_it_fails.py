@@ -27,8 +27,6 @@ from faults.midcopy import release, set_trap, trapped
 from faults.relay import Relay, Rewriter
 from faults.strangers import listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
-from llm_datadist._links import handshake, versions
-from llm_datadist._links.messages import Hello, Message
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.testing.page_trap import trap_denied
 from llm_datadist.types.grant import Grant
@@ -40,6 +38,7 @@ from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, refill, w
 from tests.support.pairs import Pair
 from tests.support.source import ROOT, run
 from tests.support.users import USER, become
+from tests.support.wire import messages, offering
 from tests.support.world import World, make_config, residue_of, small_pool
 
 T = TypeVar("T")
@@ -236,15 +235,14 @@ def _(stage: Stage) -> None:
 @scene("no common protocol version")
 def _(stage: Stage) -> None:
     prompt = stage.family("tcp").born("PROMPT", 1)
-    for module in (handshake, versions):
-        stage.patch.setattr(module, "VERSIONS", (98, 99))
+    stage.enter(offering((98, 99)))
     stage.links(prompt.port)
 
 
 @scene("greetings were changed")
 def _(stage: Stage) -> None:
-    def change(message: Message) -> Message:
-        return replace_fields(message, features=[]) if isinstance(message, Hello) else message
+    def change(message: messages.Message) -> messages.Message:
+        return replace_fields(message, features=[]) if isinstance(message, messages.Hello) else message
 
     ways = Rewriter(change), Rewriter(change)
     stage.links(stage.enter(Relay(("127.0.0.1", stage.listens() or 0), ways)).port)

@@ -25,9 +25,6 @@ from faults.gates import Gate, shut
 from faults.stalls import go_on, stall, stall_there
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, Placement
-from llm_datadist._deadline import Deadline
-from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Failed, Pong, frame
 from llm_datadist.errors import CacheNotFound, DeadlineExceeded, NoneArgument, ParamError, StateError
 from tests.support import linking, moves
 from tests.support.ends import frozen
@@ -35,6 +32,7 @@ from tests.support.grants import in_child
 from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, links_of, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
+from tests.support.wire import messages
 
 pytestmark = pytest.mark.covers(
     "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",
@@ -342,7 +340,7 @@ def stalled(pair: Pair, what: str) -> Iterator[None]:
 def fill_socket(world: World) -> None:
     link_ = linking.links_of(world).get(1)
     while not world.probe.unsent(1):
-        link_.send(Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
+        link_.send(messages.Failed(0, 0, "x" * 4000))  # answers no question: dropped when it is read
 
 
 def wait_for_answer(world: World) -> None:
@@ -454,16 +452,17 @@ def test_r06_an_interrupt_between_the_answer_and_its_use_leaves_no_pin(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pin would last as long as the call's time: ten minutes."""
-    real = Channel.wait
+    channels = type(links_of(scene.world).get(1).channel)
+    real: Any = channels.wait
 
-    def interrupted(channel: Channel, waiter: Waiter, deadline: Deadline) -> None:
-        real(channel, waiter, deadline)
+    def interrupted(*args: object) -> None:
+        real(*args)
         raise KeyboardInterrupt
 
     make(scene.peer, "rows", ROWS, 3)
     before = make(scene.world, "rows", Spec(), 4)
     with monkeypatch.context() as patch:
-        patch.setattr(Channel, "wait", interrupted)
+        patch.setattr(channels, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             scene.world.cm.pull_cache(CacheKey(1, 10), scene.world.caches["rows"], 1)
     wait_until(lambda: picture(scene.peer).pins == 0)
@@ -477,7 +476,7 @@ def test_r06_a_peer_in_the_middle_of_a_frame_is_waited_for_no_longer(shm_pair: P
     before = prompt.do(make, "rows", ROWS, 1)
     with Stranger(prompt.port) as stranger:
         stranger.link()
-        whole = frame(Pong(1))
+        whole = messages.frame(messages.Pong(1))
         stranger.say(whole[:5])
         for _ in range(2):
             times_out(prompt, "pull_cache", CacheKey(66, 1), Use("rows"), 1)

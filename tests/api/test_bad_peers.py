@@ -18,17 +18,14 @@ import pytest
 from faults.gated import count_messages, releases
 from faults.strangers import Stranger, listener, read_hello, welcome_of
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
-from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
-from llm_datadist._links import messages as wire
-from llm_datadist._links.identity import PeerSecrets
-from llm_datadist._links.versions import VERSIONS
 from llm_datadist.errors import LLMException, ProtocolError, TransferFailed
 from tests.support.ends import Call
 from tests.support.kinds import LocalEnd
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair, pair_of
+from tests.support.wire import MAX_PINS_PER_PEER, VERSIONS, CacheKind, Geometry, Namespace, PeerSecrets, key_of
+from tests.support.wire import messages as wire
 from tests.support.world import World, anonymous_bytes, make_config, residue_of
 
 Behaviour = Callable[[socket.socket], None]

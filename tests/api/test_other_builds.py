@@ -14,17 +14,13 @@ import pytest
 from faults.relay import Relay, Rewriter
 from faults.strangers import Stranger, listener
 from llm_datadist import CacheKey, LLMStatusCode
-from llm_datadist._links import messages as wire
-from llm_datadist._links import versions
-from llm_datadist._links.versions import FEATURES
-from llm_datadist._transport import rendezvous
-from llm_datadist._transport.address import WIRE_MAJOR, preamble
-from llm_datadist._transport.lanes import LANE_PREAMBLE
 from tests.support.authority import secret_file
 from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.layers import make_both, received
 from tests.support.linking import SUCCESS, bytes_move_both_ways, dialled, explain, info, language, link, links, speaking
 from tests.support.moves import Spec, Use, call, moved, same_bytes
+from tests.support.wire import FEATURES, LANE_PREAMBLE, VERSIONS, WIRE_MAJOR, preamble, rendezvous
+from tests.support.wire import messages as wire
 
 OLD_MAJOR: Final = 10
 
@@ -51,7 +47,7 @@ def test_unknown_features_and_elements_are_ignored_by_both_sides(request: pytest
     with unknown[0], unknown[1], Relay(("127.0.0.1", prompt.port or 0), ways) as relay:
         assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
         bytes_move_both_ways(prompt, decoder)
-        spoken = f"{versions.VERSIONS[1]}: {' '.join(FEATURES)}"
+        spoken = f"{VERSIONS[1]}: {' '.join(FEATURES)}"
         assert [prompt.do(language, 2), decoder.do(language, 1)] == [spoken] * 2
         assert decoder.do(explain, 1).transport == over
     assert kinds >= {wire.Hello, wire.Welcome, wire.TransportChoice, wire.Linked, wire.Resolve, wire.Resolved}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from llm_datadist import CacheKeyByIdAndIndex, LLMException, LLMStatusCode
-from llm_datadist._links.messages import MAX_BODY
 from llm_datadist.errors import (
     CacheMismatch,
     DeadlineExceeded,
@@ -25,6 +24,7 @@ from tests.support.ends import frozen, one_family
 from tests.support.kinds import Pair, World
 from tests.support.linking import SUCCESS, info, link, speaking, unlink
 from tests.support.moves import BLOCKS, Spec, make, show, wait_until
+from tests.support.wire import messages
 
 pytestmark = pytest.mark.covers(
     "LLMDataDist: answer_questions ask on_peer_lost",
@@ -88,7 +88,7 @@ def started(pair: Pair) -> Pair:
 def test_a_question_is_answered_with_the_peers_own_id(pair: Pair) -> None:
     decoder = started(pair).decoder
     name = decoder.do(incarnation).encode()
-    for body in (b"", b"\0\xff", secrets.token_bytes(MAX_BODY - 64)):
+    for body in (b"", b"\0\xff", secrets.token_bytes(messages.MAX_BODY - 64)):
         assert decoder.do(ask, body) == b"2 " + name + b" " + body
     assert decoder.do(ask, b"late one") == b"one"
 
@@ -107,7 +107,7 @@ def test_a_refused_question_has_status_and_text_and_the_link_stays(shm_pair: Pai
         decoder.do(ask, b"", 5000, "other")
     assert none.value.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED
     for arguments, text in (
-        ((b"x" * (MAX_BODY + 1),), "body: .* bytes, at most"),
+        ((b"x" * (messages.MAX_BODY + 1),), "body: .* bytes, at most"),
         ((b"", 5000, ""), "name: 0 characters"),
         ((b"", 5000, "x" * 65), "name: 65 characters"),
         ((b"", 0), "timeout=0"),

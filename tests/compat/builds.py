@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from llm_datadist._links.versions import FEATURES, VERSIONS
-from llm_datadist._native import _native
-from tests.support.source import PACKAGE, ROOT
+from tests.support.source import PACKAGE, ROOT, compiled
+from tests.support.wire import FEATURES, VERSIONS
 
 _COMPAT: Final = Path(__file__).parent
 _MADE: Final = ROOT / "build" / "compat"
@@ -56,7 +55,7 @@ def made(name: str, folder: Path) -> Path:
 def _copy(name: str, build: Path) -> Path:
     unneeded = shutil.ignore_patterns("__pycache__", "*.cpp", "*.hpp", "*.so")
     shutil.copytree(ROOT / "src", build, ignore=unneeded)
-    natives = list(Path(_native.__file__).parent.glob("*.so"))  # an installed tree has them elsewhere than its source
+    natives = list(compiled("_native").parent.glob("*.so"))
     assert natives, "the native modules are not there"
     for path in natives:
         shutil.copy(path, build / PACKAGE / "_native")

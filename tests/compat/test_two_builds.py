@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from llm_datadist import CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
-from llm_datadist._links.versions import VERSIONS
-from llm_datadist._transport.nixl_agent import installed
 from llm_datadist.errors import CacheNotFound, GrantEnded
 from tests.compat import words
 from tests.compat.builds import NEXT, releases
@@ -21,6 +19,8 @@ from tests.support.layers import OK, keyed, make_both, raw, received, send
 from tests.support.linking import bytes_move_both_ways, info, link, link_number, linked, links, lose
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, moved, same_bytes, wait_until
 from tests.support.pairs import Pair, pairs
+from tests.support.probe import nixl_is_installed
+from tests.support.wire import VERSIONS
 
 pair = pairs("shm", "cma", "tcp", "nixl")
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -29,7 +29,7 @@ KEYS = tuple(CacheKey(1, 10 + row) for row in range(8))
 
 def started(pair: Pair, **settings: Any) -> None:
     """Both ends, linked over this transport, in the newest language of both."""
-    if pair.transport == "nixl" and not installed():
+    if pair.transport == "nixl" and not nixl_is_installed():
         pytest.skip("NIXL is not installed: make test-compat")
     pair.start(**settings)
     newest = min(end.do(words.newest) for end in (pair.prompt, pair.decoder))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist.errors import CacheNotFound, LLMException, NotLinked, PeerLost
 from llm_datadist.views import tensor_views
+from tests.support.wire import VERSIONS
 from tests.support.world import World, cluster_info
 
 BLOCKS: Final = 16
@@ -36,8 +37,6 @@ def told(world: World, peer: int, name: str) -> Any:
 
 def newest(world: World) -> int:
     """Return the newest version that this build speaks."""
-    from llm_datadist._links.versions import VERSIONS
-
     return VERSIONS[1]
 
 

@@ -9,12 +9,9 @@ import pytest
 
 from faults.lanepeer import Handles, MemoryHandler
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMStatusCode, Placement
-from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport.registry import ORDER
 from llm_datadist.testing import LocalPeer, Peer, TransportConformance
 from llm_datadist.testing.peers import REGION_BYTES
-from tests.conformance.toy import ToyConnection, ToyServer, ToyTransport
+from tests.conformance.toy import ToyConnection, ToyServer, ToyTransport, first_of_all, regions_of
 from tests.support.world import World, cluster_info, make_config
 
 
@@ -31,14 +28,14 @@ class ToyPeer(LocalPeer):
         self._serving = ToyServer(self._handler, threading.Lock())
 
     def connect(self) -> SuiteConnection:
-        regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
+        regions = regions_of(REGION_BYTES, writable=self._writable)
         here = ToyServer(self._handler, threading.Lock())
         return SuiteConnection(self, here, regions, writable=self._writable)
 
     def hold(self, slot: int, generation: int) -> None:
         self._handler.guards = [(self.exports.guards.address_of(slot), generation)]
 
-    def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
+    def ask(self, link: object, data: bytes, deadline: object) -> bytes:
         answers: list[bytes] = []
         self._serving.on_request(data, answers.append)
         return answers[0]
@@ -54,9 +51,8 @@ class TestToy(TransportConformance):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    ORDER.insert(0, ToyTransport)
-    yield
-    ORDER.remove(ToyTransport)
+    with first_of_all():
+        yield
 
 
 @contextmanager

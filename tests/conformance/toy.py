@@ -5,7 +5,8 @@ The owner of the memory moves them on its control thread, so that it checks its 
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer
 from llm_datadist._transport.moves import MoveOwner, MoveReply, answer, refusal, status_of
+from llm_datadist._transport.registry import ORDER
 from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
 from llm_datadist.errors import DeadlineExceeded, LLMException, ProtocolError
 
@@ -190,3 +192,16 @@ class ToyConnection(ServedConnection):
 
     def _release(self) -> None:
         """Nothing is owned."""
+
+
+def regions_of(sizes: dict[int, int], *, writable: bool) -> list[RegionDescriptor]:
+    """Return what a peer says of its pools: by region, how many bytes."""
+    return [RegionDescriptor(region, size, "", writable) for region, size in sizes.items()]
+
+
+@contextmanager
+def first_of_all() -> Iterator[None]:
+    """Links to come take the toy, where both sides have it."""
+    ORDER.insert(0, ToyTransport)
+    yield
+    ORDER.remove(ToyTransport)

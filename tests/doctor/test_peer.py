@@ -19,9 +19,6 @@ import msgspec
 import pytest
 
 from faults.strangers import listener
-from llm_datadist._links.messages import Refused, frame
-from llm_datadist._links.versions import VERSIONS
-from llm_datadist._transport.address import other_build
 from llm_datadist.doctor import peer
 from llm_datadist.doctor.finding import Finding, Severity
 from llm_datadist.doctor.serve import CLOCK, CLUSTER
@@ -33,6 +30,7 @@ from tests.support.ends import LocalEnd
 from tests.support.linking import free_port, has_ipv6
 from tests.support.probe import deadline
 from tests.support.source import PATHS, run, run_here
+from tests.support.wire import VERSIONS, messages, other_build
 
 pytest.importorskip("typer", reason="the command needs the extra [cli]")
 Found = dict[str, Finding]
@@ -238,7 +236,7 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
     [
         (b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"),
         (None, "pip install --upgrade"),
-        (frame(Refused(1, other_build(b"ODATDIST\0\1\0\0"))), "pip install --upgrade"),
+        (messages.frame(messages.Refused(1, other_build(b"ODATDIST\0\1\0\0"))), "pip install --upgrade"),
         (b"", "ps -o stat"),
     ],
 )

@@ -16,13 +16,12 @@ from msgspec.structs import replace
 
 from faults.relay import NEVER, Relay, Rewriter, Way
 from faults.sealing import DATA, TLS_RECORDS
-from llm_datadist._deadline import Deadline
-from llm_datadist._links import messages as wire
-from llm_datadist._links.identity import Transcript
-from llm_datadist._links.versions import FEATURES, VERSIONS
 from tests.support.authority import secret_file
 from tests.support.kinds import Pair, World
 from tests.support.linking import alone, bytes_move_both_ways, dialled, language, links_of, speaking
+from tests.support.probe import deadline
+from tests.support.wire import FEATURES, VERSIONS, Transcript
+from tests.support.wire import messages as wire
 
 CHANGED: Final = "the greetings were changed on the way"
 NEXT: Final = (VERSIONS[0], VERSIONS[1] + 1)
@@ -32,7 +31,7 @@ Meets = Callable[..., str]
 
 
 def unlinked(world: World) -> None:
-    links_of(world).unlink(1, Deadline(10_000), force=False)
+    links_of(world).unlink(1, deadline(10_000), force=False)
 
 
 @contextmanager

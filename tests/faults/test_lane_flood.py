@@ -5,7 +5,7 @@ the test."""
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from faults.lane_ends import READ, frame_of
 from llm_datadist import BlocksCacheKey
-from llm_datadist._deadline import Deadline
-from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
-from llm_datadist._transport.lanes import MAX_LANES
-from llm_datadist._transport.tcp import TcpConnection
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links
 from tests.support.moves import Spec, Use, call, make, picture, wait_until
 from tests.support.pairs import Pair
+from tests.support.probe import deadline
+from tests.support.wire import MAX_LANES, MAX_REQUEST_RUNS, Plan, encode_request
 from tests.support.world import anonymous_bytes, residue, settled
 
 REQUESTS: Final = 10_000
@@ -43,9 +41,7 @@ class Flood:
         there = self.end.world.probe.link(1)
         (answer,) = there.caches.cached.values()
         self.remote = answer.tensors
-        connection = there.connection.shared
-        assert isinstance(connection, TcpConnection)
-        assert connection.recovery.reconnect is not None
+        connection: Any = there.connection.shared
         self._dial = connection.recovery.reconnect
         # What the library has dialled makes room for what we will.
         connection.recovery.drop()
@@ -58,7 +54,7 @@ class Flood:
 
         def dial() -> bool:
             with suppress(OSError, Exception):
-                made.extend(lane.socket for lane in self._dial(1, Deadline(10_000)))
+                made.extend(lane.socket for lane in self._dial(1, deadline(10_000)))
             return bool(made)
 
         wait_until(dial)

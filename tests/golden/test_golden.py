@@ -10,11 +10,11 @@ from typing import Any, Final, get_args
 import msgspec
 import pytest
 
-from llm_datadist._links import messages
 from llm_datadist.errors import ProtocolError
 from llm_datadist.types.grant import GRANT_VERSION
 from tests.golden.__main__ import FILE, Stored, load, main, text_of, updated
 from tests.golden.encodings import GREETINGS, Frame, Group, groups
+from tests.support.wire import messages
 
 GROUPS: Final = groups()
 STORED: Final = load()

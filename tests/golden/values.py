@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
-from llm_datadist._cache.geometry import Geometry
+from tests.support.wire import Geometry
 
 _U64: Final = 2**64
 #: Names of kinds, and of fields by `Kind.field`, that have others now and the values of before.

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from llm_datadist._native import _native
 from tests.mutation import Mutant
+from tests.support.source import compiled
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = Path("src/llm_datadist")
-_COMPILED: Final = Path(_native.__file__)
+_COMPILED: Final = compiled("_native")
 #: The killer of a mutant with which the tests did not end, or could not be collected.
 UNENDING: Final = "no end"
 #: A mutant may take this many times as long as the code itself, and this much longer.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_datadist._transport.nixl_agent import installed
+from tests.support.probe import nixl_is_installed
 
 # What NIXL says of peers that were killed on purpose.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -13,7 +13,7 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is in this folder where there is no NIXL; `make test-nixl` requires it."""
-    if installed() or os.environ.get("LLM_DATADIST_NIXL") == "required":
+    if nixl_is_installed() or os.environ.get("LLM_DATADIST_NIXL") == "required":
         return
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):

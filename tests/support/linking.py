@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMClusterInfo, LLMRole, LLMStatusCode
-from llm_datadist._deadline import Deadline
-from llm_datadist._links import handshake, versions
-from llm_datadist._links.versions import FEATURES, VERSIONS
 from llm_datadist.errors import LinkError, NotLinked
 from tests.support.ends import Call, End, begin_there, result_there, runs_there
 from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show, wait_until
-from tests.support.probe import socket_of
+from tests.support.probe import deadline, socket_of
+from tests.support.wire import FEATURES, VERSIONS, offer
 from tests.support.world import World
 from tests.support.world import cluster_info as info
 
@@ -34,7 +32,7 @@ def link(world: World, clusters: list[LLMClusterInfo], timeout: int = 10_000) ->
 def dialled(world: World, port: int) -> str:
     """Link to cluster 1; return the kind and text of the error, or nothing."""
     try:
-        links_of(world).link(1, ("127.0.0.1", port), Deadline(10_000))
+        links_of(world).link(1, ("127.0.0.1", port), deadline(10_000))
     except LinkError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -42,8 +40,7 @@ def dialled(world: World, port: int) -> str:
 
 def speaks(world: World, spoken: tuple[int, int], features: Sequence[str]) -> None:
     """From now on this process offers this range of versions and these features."""
-    for module in (handshake, versions):
-        vars(module).update(VERSIONS=spoken, FEATURES=features)
+    offer(spoken, features)
 
 
 @contextmanager

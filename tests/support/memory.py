@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
-from llm_datadist._memory.segment import Segment
 from llm_datadist.testing import StagedDevice
 from llm_datadist.testing.staged_device import Direction
 from tests.support.world import World, read
@@ -98,7 +97,7 @@ class BrokenDevice(StagedDevice):
 
     def allocate(
         self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
-    ) -> Segment:
+    ) -> Any:
         """Fail at the third staging buffer."""
         self._names.append(name)
         if self.broken == "allocate" and self._names.count("swap-staging") == 3:

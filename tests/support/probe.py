@@ -4,6 +4,7 @@ A test that needs a fact from inside gets it here, so that a change inside is a 
 tests. What an instance tells its users (``statistics``, ``explain``, ``check_integrity``) is asked there.
 """
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from llm_datadist import Cache
+from llm_datadist._cache import store
 from llm_datadist._cache.registry import Pin, Registry
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
@@ -21,6 +23,7 @@ from llm_datadist._memory.pool import DirectMemory, MemoryPool
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.layerwise import CacheTask
 from llm_datadist._transport.lanes import LaneGroup
+from llm_datadist._transport.nixl_agent import installed
 from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.errors import StateError
 from llm_datadist.kv_cache import KvCache
@@ -159,10 +162,18 @@ def cache_of(handle: KvCache) -> Cache:
     return handle._cache
 
 
+def count_ids_again(span: int) -> None:
+    """Let ids of caches begin at 1 again, each instance's ``span`` after the last one's. No instance may live."""
+    store.first_ids = itertools.count(1, span)
+
+
 def deadline(budget_ms: int) -> Deadline:
     """Return what a public call makes of its time and passes down."""
     return Deadline(budget_ms)
 
+
+#: Whether NIXL is there.
+nixl_is_installed = installed
 
 #: The memory without a pool that stays mapped because a peer may still write it.
 kept_mapped = pool.kept_mapped

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -32,6 +33,14 @@ def run_here(*words: str, **environment: str) -> subprocess.CompletedProcess[str
     with argv, environ, redirect_stdout(out), redirect_stderr(err):
         status = main()
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
+
+
+def compiled(name: str) -> Path:
+    """Return the file of a compiled module of the library: an installed tree has it elsewhere than its source."""
+    spec = find_spec(f"{PACKAGE}._native.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
 
 
 @cache

@@ -5,7 +5,6 @@ Functions must be at the top level of a module (they travel by name); results an
 """
 
 import gc
-import itertools
 import os
 import threading
 from collections import Counter
@@ -17,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
-from llm_datadist._cache import store
-from llm_datadist._memory.device import Device
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
-from tests.support.probe import Probe, instances
+from tests.support.probe import Probe, count_ids_again, instances
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
@@ -68,7 +65,7 @@ def small_pool(mib: int = 1) -> dict[str, Any]:
 def ids_as_in_a_fresh_process() -> None:
     """Let cache ids count from 1 again, unless an instance is live: tests name caches by id."""
     if LLMDataDist.llm_engine_instance is None:
-        store.first_ids = itertools.count(1, SPAN)
+        count_ids_again(SPAN)
 
 
 @dataclass
@@ -89,7 +86,7 @@ class World:
         """The inside of the instance, which is initialised."""
         return Probe(self.dd)
 
-    def start(self, role: str, cluster_id: int, options: dict[str, str], device: Device | None = None) -> int | None:
+    def start(self, role: str, cluster_id: int, options: dict[str, str], device: Any = None) -> int | None:
         """Initialise a fresh LLMDataDist; return the port it listens on."""
         ids_as_in_a_fresh_process()
         self.dd = LLMDataDist(LLMRole[role], cluster_id, device=device)

@@ -4,6 +4,8 @@ What ours refuse in every call: the tables of tests/api/test_bad_input_calls.py 
 """
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ from llm_datadist.utils.utils import check_dict, check_isinstance, check_positiv
 from llm_datadist.v2.llm_types import check_layer_range
 from llm_datadist.v2.llm_utils import layer_range_to_tensor_indices
 from tests.support.refusals import NONE, RULE, TYPE, Spec, bad, integer, refuse_each
+from tests.support.source import ROOT
 
 pytestmark = pytest.mark.covers("compat: *", "errors.ParamError")
 
@@ -211,3 +214,34 @@ def test_r01_layer_ranges_and_the_indices_of_their_tensors() -> None:
         (range(5, 2), 2, []),
     ):
         assert layer_range_to_tensor_indices(layers, per_layer) == tensors
+
+
+FULL = """
+import sys
+from faults.limits import little_memory
+from llm_datadist.errors import OutOfMemory
+from llm_datadist._checks import typed_memory_error
+for _ in range(2):
+    kept = ()
+    with typed_memory_error("nothing"):
+        pass  # there is memory again
+    with little_memory(0):
+        try:
+            with typed_memory_error("fill"):
+                for size in range(464, -16, -16):
+                    try:
+                        while True:
+                            kept = kept, bytes(size)
+                    except MemoryError:
+                        pass
+                bytes(1 << 30)
+        except OutOfMemory as error:
+            del kept
+            print(error)
+"""
+
+
+def test_where_no_memory_at_all_is_left_the_error_still_says_so_each_time() -> None:
+    command = [sys.executable, "-c", FULL]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (ended.stdout, ended.stderr) == ("fill: this process has no memory left: MemoryError()\n" * 2, "")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llm_datadist._links.credentials import new_secret, read_secrets
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file, secret_file
+from tests.support.wire import new_secret, read_secrets
 
 PAYLOAD = bytes(range(256))
 
