@@ -131,7 +131,7 @@ NB_MODULE(_native, m) {
     m.def("execute", &py_execute, "plan"_a, "dst"_a, "src"_a, "pool"_a.none(), "deadline_ns"_a,
           "cancelled"_a.noconvert() = nb::none(), "guards"_a.none() = nb::none());
     m.def("copy_rule", [] {
-        return nb::make_tuple(best_streaming().bits, stream_above_bytes(), stream_cold_bytes, prefetched_bytes);
+        return nb::make_tuple(best_streaming().bits, stream_above_bytes(), stream_cold_bytes(), prefetched_bytes);
     });
     nb::class_<ProcessMemory>(m, "ProcessMemory", nb::is_final())
         .def(nb::init<int, int, std::uint64_t, nb::bytes, ProcessMemory::Canaries>(), "pid"_a, "pidfd"_a = -1,

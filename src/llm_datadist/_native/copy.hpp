@@ -81,7 +81,7 @@ private:
 // Prefetches each piece, and moves it when the next one arrives. Measured: a fifth faster at 4 KiB.
 class LocalCarrier {
 public:
-    explicit LocalCarrier(Mover move) : move_(move) {}
+    LocalCarrier(Mover move, std::size_t stream_from) : move_(move), stream_from_(stream_from) {}
 
     bool add(char* dst, const char* src, std::uint64_t bytes) noexcept {
         prefetch_head(src, bytes);
@@ -103,11 +103,12 @@ public:
 private:
     void move_last() noexcept {
         if (bytes_ == 0) return;
-        (bytes_ < stream_cold_bytes ? move_plain : move_)(dst_, src_, bytes_);
+        (bytes_ < stream_from_ ? move_plain : move_)(dst_, src_, bytes_);
         done_ += bytes_;
     }
 
     Mover move_;
+    std::size_t stream_from_;
     char* dst_ = nullptr;
     const char* src_ = nullptr;
     std::uint64_t bytes_ = 0;
@@ -117,7 +118,7 @@ private:
 struct LocalCarriers {
     Mover move;
 
-    LocalCarrier carrier() const noexcept { return LocalCarrier(move); }
+    LocalCarrier carrier() const noexcept { return {move, stream_cold_bytes()}; }
 };
 
 inline std::uint64_t copy_in_order(const Copy& copy, const Stop& stop) {

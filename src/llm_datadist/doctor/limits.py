@@ -81,7 +81,7 @@ def cpus() -> Finding:
 def copies() -> Finding:
     """Say how copies of mapped memory choose between streaming stores and stores through the caches."""
     bits, above, least, ahead = copy_rule()
-    rule = f"streaming stores of {bits} bits above {above >> 10} KiB, for runs of {least >> 10} KiB or more"
+    rule = f"streaming stores of {bits} bits above {above >> 10} KiB, for runs of {least} bytes or more"
     meaning = (
         "inproc, shm, copies and swaps: streaming stores bypass the caches, so large ones are faster and the model's "
         "data stays there"
