@@ -1,5 +1,7 @@
 """The transport nixl keeps the contract of all transports, between two real processes."""
 
+import ctypes
+import mmap
 import os
 import signal
 import threading
@@ -171,6 +173,23 @@ def test_one_thread_asks_what_is_registered_while_another_registers() -> None:
     assert agent.covers_any([rows[1].ctypes.data])
     assert agent.covers_any([rows[2].ctypes.data])
     agent.end()
+
+
+def test_an_agent_does_not_touch_mallocs_program_break() -> None:
+    """UCX's cache of registrations stores what the kernel says, without malloc's lock: "break adjusted to free malloc
+    space" if another thread's malloc has raised it meanwhile.
+    """
+    Agent("tcp", progress=False).end()  # the first of a process loads UCX
+    known = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "__curbrk")
+    for _ in range(3):  # where malloc itself raises it, nothing can be seen
+        assert known.value is not None
+        kernels = known.value
+        known.value = raised = kernels + mmap.PAGESIZE  # as if another part of the program had raised it
+        Agent("tcp", progress=False).end()
+        after = known.value
+        if after == raised:
+            known.value = kernels
+        assert after != kernels
 
 
 def _span(array: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], int]:

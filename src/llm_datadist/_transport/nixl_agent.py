@@ -39,6 +39,9 @@ NOT_INSTALLED: Final = (
 #: Transports of UCX, without shared memory: an agent's end does not stop a writer that has mapped it.
 _TLS: Final = {"rdma": "ib,efa,srd", "tcp": "tcp"}
 _SHARED_MEMORY: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self"})
+#: No cache of registrations: what is moved is registered. To make one UCX reads the program break and stores it for
+#: malloc, without malloc's lock. If another thread's malloc raises it in between, that ends the process.
+_NO_CACHE: Final = "RCACHE_ENABLE=n"
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 #: A transfer is posted in parts; its deadline is checked between two.
 _PART_BYTES: Final = 16 << 20
@@ -173,7 +176,7 @@ class Agent:
                 before = _threads()
                 self._nixl = self._api.nixlAgent(self.name, config)
                 parameters, _ = self._call("getPluginParams", "UCX")
-                parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports}"}
+                parameters |= {"ucx_error_handling_mode": "peer", "engine_config": f"TLS={transports},{_NO_CACHE}"}
                 self._ucx = [self._call("createBackend", "UCX", parameters)]
                 self.threads = _threads() - before
             if self._pools:
