@@ -51,14 +51,14 @@ def offer(world: World, private: bool) -> None:
     memory[:] = _words(0, ASKED)
 
 
-def clogged(world: World) -> int:
-    """Return how many sockets of this process hold bytes that their peers do not take."""
-    full = 0
+def clogged(world: World) -> dict[str, int]:
+    """Return the sockets of this process that hold bytes which their peers do not take, and how many."""
+    held = {}
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own descriptor, or no stream
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                full += struct.unpack("i", fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4)))[0] > 0
-    return full
+                held[fd] = struct.unpack("i", fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4)))[0]
+    return {fd: nbytes for fd, nbytes in held.items() if nbytes > 0}
 
 
 def lanes_of(world: World, peer: int) -> int:
@@ -163,20 +163,30 @@ class Scene:
         raise TimeoutError(f"{self.readers} readers were never inside a pull at the same time in {TRIES} looks")
 
     def filled(self, seconds: float) -> bool:
-        """Return True when half of the lanes for large pulls are full: the owner has sent what they take."""
+        """Return True when half of the lanes for large pulls are full, and stay so: the owner has sent what they take.
+
+        Bytes on their way are held, too: those of a pull's end leave, and its lane is empty for as long as it is stuck.
+        """
         if self.transport != "tcp":
             return True
         bulk = self.owner.do(lanes_of, 100) - 1
         assert bulk > 0
-        return holds_within(lambda: 2 * self.full() >= self.readers * bulk, seconds)
+        held: dict[str, int] = {}
+
+        def still_full() -> bool:
+            nonlocal held
+            before, held = held, self.owner.do(clogged)
+            kept = before.items() & held.items()
+            return 2 * len(kept) >= self.readers * bulk
+
+        return holds_within(still_full, seconds)
 
     def stuck(self) -> int:
         assert frozen(self.crowd.pid)
         return int((np.frombuffer(peek(self.crowd.pid, self._flags, 8 * self.readers), np.uint64) % 2).sum())
 
     def full(self) -> int:
-        full: int = self.owner.do(clogged)
-        return full
+        return len(self.owner.do(clogged))
 
     def free(self) -> None:
         self.crowd.signal(signal.SIGCONT)
