@@ -57,8 +57,10 @@ def clogged(world: World) -> dict[str, int]:
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the listing's own descriptor, or no stream
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                held[fd] = struct.unpack("i", fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4)))[0]
-    return {fd: nbytes for fd, nbytes in held.items() if nbytes > 0}
+                (nbytes,) = struct.unpack("i", fcntl.ioctl(int(fd), termios.TIOCOUTQ, bytes(4)))
+                if nbytes:
+                    held[fd] = nbytes
+    return held
 
 
 def lanes_of(world: World, peer: int) -> int:
@@ -176,8 +178,7 @@ class Scene:
         def still_full() -> bool:
             nonlocal held
             before, held = held, self.owner.do(clogged)
-            kept = before.items() & held.items()
-            return 2 * len(kept) >= self.readers * bulk
+            return 2 * len(before.items() & held.items()) >= self.readers * bulk
 
         return holds_within(still_full, seconds)
 
