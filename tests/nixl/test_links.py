@@ -215,7 +215,7 @@ def test_nixl_is_refused_where_it_would_break_a_promise(tcp_pair: Pair, tmp_path
         bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
 
 
-@pytest.mark.parametrize("transports", ["all", "^ib", "tcp,cma"])
+@pytest.mark.parametrize("transports", ["all", "^ib", "tcp,cma", r"tcp,\posix", ""])
 def test_ucx_is_not_let_into_shared_memory(tcp_pair: Pair, transports: str) -> None:
     tcp_pair.prompt.do(_set_ucx, transports)
     try:
@@ -223,6 +223,26 @@ def test_ucx_is_not_let_into_shared_memory(tcp_pair: Pair, transports: str) -> N
             tcp_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
     finally:
         tcp_pair.prompt.do(_set_ucx, None)
+
+
+@pytest.mark.parametrize("transports", ["tcp", "rc,tcp", "all"])
+def test_other_transports_do_not_count_as_rdma(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transports: str
+) -> None:
+    """A link over them could write what the grants do not allow. NIXL lets UCX_TLS win over what it is told."""
+    monkeypatch.setenv("UCX_TLS", transports)
+    (tmp_path / "device").touch()
+    monkeypatch.setattr(nixl_agent, "_RDMA_DEVICES", tmp_path)
+    nixl_agent.usable.cache_clear()
+    nixl_agent.fabric.cache_clear()
+    try:
+        assert nixl_agent.usable("rdma") == f"UCX_TLS={transports} is not RDMA alone"
+        assert nixl_agent.fabric() == "tcp"
+    finally:
+        nixl_agent.usable.cache_clear()
+        nixl_agent.fabric.cache_clear()
+    monkeypatch.setenv("UCX_TLS", "rc_x,srd,cuda_copy")
+    assert nixl_agent.ucx_transports("rdma") == "rc_x,srd,cuda_copy"
 
 
 def _set_ucx(world: World, value: str | None) -> None:

@@ -297,7 +297,6 @@ def test_close_ends_what_waits() -> None:
         assert ends.near.wait(job, deadline()).ending is Ending.LOST
         timer.join()
         ends.near.close()
-        assert ends.near.closed
         after = ends.start(ends.lanes[0], one_row(4096), tensors(into))
         assert ends.near.wait(after, deadline()).ending is Ending.LOST
         ends.near.drop_lane(ends.lanes[0])

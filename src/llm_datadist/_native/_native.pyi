@@ -446,14 +446,12 @@ class ReplyCache:
 class LaneEngine:
     """Threads that move jobs over stream sockets. Any thread.
 
-    In a forked child all but close(), closed, threads and reserve_lane() raise ParamError.
+    In a forked child all but close(), threads and reserve_lane() raise ParamError.
     """
 
     threads: Final[int]
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None: ...
-    @property
-    def closed(self) -> bool: ...
     def close(self) -> None:
         """Lose every lane and join the threads; then no memory is touched. Idempotent."""
     def add_lane(self, fd: int, keys: tuple[bytes, bytes] | None = None) -> int:

@@ -55,7 +55,6 @@ public:
     LaneEngine& operator=(const LaneEngine&) = delete;
 
     int threads() const { return threads_; }
-    bool closed() const { return closed_.load(std::memory_order_relaxed); }
 
     // Loses every lane and joins the threads; descriptors close once running calls have ended. A forked child closes
     // only its own descriptors.

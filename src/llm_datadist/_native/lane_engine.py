@@ -70,7 +70,7 @@ class LaneEngine:
     Frames on a lane go one after the other in each direction. Lanes take turns, so a slow peer delays only its own
     jobs. A bad frame costs the lane, and so does a discarded payload after ``drain_ms``. With keys a lane is encrypted.
     Owns: both, until :meth:`close`.
-    Threads: any. In a forked child only :meth:`close`, :attr:`closed` and ``reserve_lane`` do not raise.
+    Threads: any. In a forked child only :meth:`close` and ``reserve_lane`` do not raise.
     """
 
     def __init__(self, threads: int, drain_ms: int = 10_000) -> None:
@@ -84,10 +84,6 @@ class LaneEngine:
         self.move = native.move
         self.refuse = native.refuse
         self.quiesce = native.quiesce
-
-    @property
-    def closed(self) -> bool:
-        return self._native.closed
 
     def poll_events(self) -> list[LaneEvent]:
         """Return the events since the last call, in order for each lane."""

@@ -206,7 +206,6 @@ void bind_lanes(nb::module_& m) {
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())
         .def(nb::init<int, int>(), "threads"_a, "drain_ms"_a = LaneEngine::default_drain_ms)
         .def_prop_ro("threads", &LaneEngine::threads)
-        .def_prop_ro("closed", &LaneEngine::closed)
         .def("close", &LaneEngine::close, Released())
         .def("add_lane", &py_add_lane, "fd"_a, "keys"_a.none() = nb::none())
         .def("reserve_lane", &LaneEngine::reserve_lane)

@@ -36,9 +36,14 @@ NOT_INSTALLED: Final = (
     "NIXL is not installed: pip install 'open-datadist[nixl]', or without the torch that its wheel declares and never "
     "imports: pip install --no-deps nixl nixl-cu12"
 )
-#: Transports of UCX, without shared memory: an agent's end does not stop a writer that has mapped it.
-_TLS: Final = {"rdma": "ib,efa,srd", "tcp": "tcp"}
-_SHARED_MEMORY: Final = frozenset({"all", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem", "self"})
+#: UCX's names for RDMA, EFA included in "ib". NIXL takes one name here, not a list.
+_TLS: Final = {"rdma": "ib", "tcp": "tcp"}
+#: Names that ``UCX_TLS`` may have besides, of transports that move no host memory. NIXL wants one where there are GPUs.
+_GPU: Final = frozenset({"cuda", "cuda_copy", "gdr_copy", "rocm", "rocm_copy"})
+_RDMA: Final = frozenset(
+    {"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5"}
+    | {"dc", "dc_x", "dc_mlx5", "srd"}
+)
 #: No cache of registrations: what is moved is registered. To make one UCX reads the program break and stores it for
 #: malloc, without malloc's lock. If another thread's malloc raises it in between, that ends the process.
 _NO_CACHE: Final = "RCACHE_ENABLE=n"
@@ -121,14 +126,20 @@ def fabric() -> str:
 
 
 def ucx_transports(fabric: str) -> str:
-    """Return UCX's transports for a fabric; over tcp, ``UCX_TLS`` if set. Raises LinkRefused."""
-    chosen = os.environ.get("UCX_TLS", "")
-    if fabric == "rdma" or not chosen:
+    """Return UCX's transports for a fabric: ``UCX_TLS`` if set, because then NIXL sets none. Raises LinkRefused.
+
+    No shared memory: an agent's end does not stop a writer that has mapped it.
+    """
+    chosen = os.environ.get("UCX_TLS")
+    if chosen is None:
         return _TLS[fabric]
-    if chosen.startswith("^") or _SHARED_MEMORY.intersection(chosen.split(",")):
+    names = set(chosen.split(",")) - _GPU
+    if fabric == "rdma" and not names <= _RDMA:
+        raise LinkRefused(f"UCX_TLS={chosen} is not RDMA alone")
+    if not names <= _RDMA | {"tcp"}:
         raise LinkRefused(
-            f"UCX_TLS={chosen} lets UCX use shared memory, where a transfer that was given up cannot be stopped: name "
-            "transports between hosts, or leave it unset"
+            f"UCX_TLS={chosen} may let UCX use shared memory, where a transfer that was given up cannot be stopped: "
+            "leave it unset, or name tcp or transports over RDMA"
         )
     return chosen
 
