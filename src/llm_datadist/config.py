@@ -214,7 +214,7 @@ class Options:
     nixl_fallback: bool = _row("llm.NixlFallback", kinds.FLAG, False,
         "Gives links over ``nixl`` that this instance dials data lanes too, for use once NIXL has failed.")
     nixl_plaintext: bool = _row(NIXL_PLAINTEXT, kinds.FLAG, False,
-        "Lets links with credentials use ``nixl``, which sends KV bytes unencrypted.")
+        "Lets links with credentials use ``nixl``, which sends KV bytes unencrypted and lets peers reach all memory.")
     strict_types: bool = _row("llm.StrictTypes", kinds.FLAG, False,
         "Refuses pulls and pushes of this instance between caches of unlike element types or dimensions.")
     # fmt: on

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
-from llm_datadist._transport import nixl_agent
+from llm_datadist._transport import nixl, nixl_agent
 from llm_datadist._transport.nixl import NixlConnection, NixlWorker
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
 from tests.support.ends import ChildEnd, End
@@ -55,7 +56,24 @@ def patch(world: World) -> pytest.MonkeyPatch:
 
 def undo(world: World) -> None:
     world.memory.pop("patch").undo()
+    forget_fabric()
+
+
+def forget_fabric() -> None:
+    nixl_agent.usable.cache_clear()
     nixl_agent.fabric.cache_clear()
+
+
+def set_ucx(world: World, value: str) -> None:
+    patch(world).setenv("UCX_TLS", value)
+    forget_fabric()
+
+
+def fake_rdma(world: World) -> None:
+    """Let this end count as one with RDMA alone."""
+    set_ucx(world, "rc")
+    patch(world).setattr(nixl, "fabric", lambda: "rdma")
+    patch(world).setattr(nixl, "usable", lambda fabric: "")
 
 
 @contextmanager
@@ -70,7 +88,7 @@ def harmed(end: End, harm: Callable[[World], None]) -> Iterator[None]:
 def lose_nixl(world: World) -> None:
     """Behave as where NIXL is not installed."""
     patch(world).setattr(nixl_agent, "installed", lambda: False)
-    nixl_agent.fabric.cache_clear()
+    forget_fabric()
 
 
 def spoil_metadata(world: World) -> None:
@@ -144,7 +162,7 @@ def test_forced_nixl_moves_bytes_both_ways_and_says_what_ucx_uses(tcp_pair: Pair
 
 
 def test_a_peer_cannot_choose_nixl_for_an_end_that_does_not_and_auto_takes_what_is_better(tcp_pair: Pair) -> None:
-    """Over TCP a peer that UCX has connected writes any memory, and its metadata end the process."""
+    """A peer that UCX has connected reaches all memory, and its metadata end the process."""
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     failed = LLMStatusCode.LLM_LINK_FAILED
     for mine, theirs in ((OVER_NIXL, {}), ({}, OVER_NIXL)):
@@ -160,7 +178,7 @@ def test_a_peer_cannot_choose_nixl_for_an_end_that_does_not_and_auto_takes_what_
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.parametrize("admitted", [True, False])
 def test_nixl_lets_in_another_user_only_where_both_ends_admit_it(four: list[ChildEnd], admitted: bool) -> None:
-    """What UCX has connected over TCP reaches all memory."""
+    """What UCX has connected reaches all memory."""
     owner, other = four[:2]
     other.do(load_nixl)
     other.do(become, USER)
@@ -215,42 +233,47 @@ def test_nixl_is_refused_where_it_would_break_a_promise(tcp_pair: Pair, tmp_path
         bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
 
 
-@pytest.mark.parametrize("transports", ["all", "^ib", "tcp,cma", r"tcp,\posix", ""])
-def test_ucx_is_not_let_into_shared_memory(tcp_pair: Pair, transports: str) -> None:
-    tcp_pair.prompt.do(_set_ucx, transports)
-    try:
-        with pytest.raises(LLMException, match="shared memory"):
-            tcp_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
-    finally:
-        tcp_pair.prompt.do(_set_ucx, None)
+@pytest.mark.parametrize(
+    ("transports", "reason"),
+    [(each, "shared memory") for each in ("all", "^ib", "tcp,cma", r"tcp,\posix", "")] + [("cuda_copy", "lacks tcp")],
+)
+def test_ucx_is_not_let_into_shared_memory(tcp_pair: Pair, transports: str, reason: str) -> None:
+    with harmed(tcp_pair.prompt, partial(set_ucx, value=transports)), pytest.raises(LLMException, match=reason):
+        tcp_pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=OVER_NIXL)
 
 
-@pytest.mark.parametrize("transports", ["tcp", "rc,tcp", "all"])
+def test_bytes_move_with_any_transports_between_hosts_that_include_tcp(tcp_pair: Pair) -> None:
+    with harmed(tcp_pair.prompt, partial(set_ucx, value="rc,ud_x,tcp,cuda_copy,cuda_ipc")):
+        start(tcp_pair, OVER_NIXL, OVER_NIXL)
+        tcp_pair.link()
+        bytes_move_both_ways(tcp_pair.prompt, tcp_pair.decoder)
+        assert "UCX uses rc,ud_x,tcp" in tcp_pair.prompt.do(explain, 2).reason
+
+
+@pytest.mark.parametrize("transports", ["tcp", "rc,tcp", "ud_x", "cuda_copy"])
 def test_other_transports_do_not_count_as_rdma(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transports: str
 ) -> None:
-    """A link over them could write what the grants do not allow. NIXL lets UCX_TLS win over what it is told."""
+    """NIXL lets UCX_TLS win over what it is told."""
     monkeypatch.setenv("UCX_TLS", transports)
     (tmp_path / "device").touch()
     monkeypatch.setattr(nixl_agent, "_RDMA_DEVICES", tmp_path)
-    nixl_agent.usable.cache_clear()
-    nixl_agent.fabric.cache_clear()
+    forget_fabric()
     try:
-        assert nixl_agent.usable("rdma") == f"UCX_TLS={transports} is not RDMA alone"
+        assert nixl_agent.usable("rdma") == f"UCX cannot use rdma: UCX_TLS={transports} is not RDMA alone"
         assert nixl_agent.fabric() == "tcp"
     finally:
-        nixl_agent.usable.cache_clear()
-        nixl_agent.fabric.cache_clear()
-    monkeypatch.setenv("UCX_TLS", "rc_x,srd,cuda_copy")
-    assert nixl_agent.ucx_transports("rdma") == "rc_x,srd,cuda_copy"
+        forget_fabric()
+    monkeypatch.setenv("UCX_TLS", "rc_x,srd,dc,cuda_copy")
+    assert nixl_agent.ucx_transports("rdma") == "rc_x,srd,dc,cuda_copy"
 
 
-def _set_ucx(world: World, value: str | None) -> None:
-    nixl_agent.usable.cache_clear()
-    if value is None:
-        os.environ.pop("UCX_TLS", None)
-    else:
-        os.environ["UCX_TLS"] = value
+def test_rdma_alone_refuses_a_peer_without_it(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
+    failed = LLMStatusCode.LLM_LINK_FAILED
+    with harmed(prompt, fake_rdma):
+        start(tcp_pair, OVER_NIXL, OVER_NIXL)
+        assert decoder.do(link, [info(1, prompt.port)]) == (failed, [failed])
 
 
 # Failures

@@ -154,8 +154,8 @@ _CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, non_pool_memory
 class NixlTransport(Transport):
     """The transport; each side offers the fabric of its NIXL, unless ``why_not`` forbids it.
 
-    Unless this side's option asks for nixl, only authenticated peers get it, and only over RDMA: a peer connected over
-    TCP can write any memory of this process, and its metadata can end the process.
+    Unless this side's option asks for nixl, only authenticated peers get it, and only over RDMA: a peer that UCX has
+    connected reaches all memory of this process, and its metadata can end the process.
     """
 
     name = "nixl"
@@ -189,9 +189,13 @@ class NixlTransport(Transport):
         over = _common(mine, theirs)
         if not (self.asked or (meeting.authenticated and over == "rdma")):
             return Verdict(False, _NOT_ASKED)
+        try:
+            transports = ucx_transports(over)
+        except NixlFailed as error:
+            return Verdict(False, str(error))
         if over == "tcp":
-            return Verdict(forced, f"not both sides have RDMA, so UCX uses {ucx_transports('tcp')}")
-        return Verdict(True, f"UCX uses RDMA ({ucx_transports('rdma')})")
+            return Verdict(forced, f"not both sides have RDMA, so UCX uses {transports}")
+        return Verdict(True, f"UCX uses RDMA ({transports})")
 
     def _theirs(self, meeting: Meeting) -> str:
         return meeting.theirs.get(self.name, b"").decode(errors="replace")

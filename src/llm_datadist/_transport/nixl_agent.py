@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import logging.config
 import os
+import re
 import secrets
 import threading
 import time
@@ -25,7 +26,6 @@ import msgspec
 import numpy as np
 
 from llm_datadist._log import logger
-from llm_datadist.errors import LinkRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,14 +36,12 @@ NOT_INSTALLED: Final = (
     "NIXL is not installed: pip install 'open-datadist[nixl]', or without the torch that its wheel declares and never "
     "imports: pip install --no-deps nixl nixl-cu12"
 )
-#: UCX's names for RDMA, EFA included in "ib". NIXL takes one name here, not a list.
+#: What an agent is told to use. NIXL takes one name, not a list; "ib" stands for all RDMA, that of EFA too.
 _TLS: Final = {"rdma": "ib", "tcp": "tcp"}
-#: Names that ``UCX_TLS`` may have besides, of transports that move no host memory. NIXL wants one where there are GPUs.
-_GPU: Final = frozenset({"cuda", "cuda_copy", "gdr_copy", "rocm", "rocm_copy"})
-_RDMA: Final = frozenset(
-    {"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5"}
-    | {"dc", "dc_x", "dc_mlx5", "srd"}
-)
+#: Names that UCX_TLS may have: for memory of GPUs, which NIXL wants where there are some, and between hosts.
+_GPU: Final = re.compile(r"(cuda|gdr|rocm|ze|gaudi)(_\w+)?")
+_RDMA: Final = re.compile(r"ib|srd|(rc|dc)(_\w+)?")
+_BETWEEN_HOSTS: Final = re.compile(rf"tcp|ud(_\w+)?|{_RDMA.pattern}")
 #: No cache of registrations: what is moved is registered. To make one UCX reads the program break and stores it for
 #: malloc, without malloc's lock. If another thread's malloc raises it in between, that ends the process.
 _NO_CACHE: Final = "RCACHE_ENABLE=n"
@@ -105,7 +103,7 @@ def usable(fabric: str) -> str:
     """Return why UCX cannot use a fabric, if so. The first agent of a process takes half a second."""
     try:
         Agent(fabric, progress=False).end()
-    except (NixlFailed, LinkRefused) as error:
+    except NixlFailed as error:
         return str(error)
     return ""
 
@@ -126,21 +124,23 @@ def fabric() -> str:
 
 
 def ucx_transports(fabric: str) -> str:
-    """Return UCX's transports for a fabric: ``UCX_TLS`` if set, because then NIXL sets none. Raises LinkRefused.
+    """Return what UCX may use for a fabric: ``UCX_TLS`` if set, because then NIXL sets nothing. Raises NixlFailed.
 
     No shared memory: an agent's end does not stop a writer that has mapped it.
     """
     chosen = os.environ.get("UCX_TLS")
     if chosen is None:
         return _TLS[fabric]
-    names = set(chosen.split(",")) - _GPU
-    if fabric == "rdma" and not names <= _RDMA:
-        raise LinkRefused(f"UCX_TLS={chosen} is not RDMA alone")
-    if not names <= _RDMA | {"tcp"}:
-        raise LinkRefused(
+    names = [name for name in chosen.split(",") if not _GPU.fullmatch(name)]
+    if not all(map(_BETWEEN_HOSTS.fullmatch, names)):
+        raise NixlFailed(
             f"UCX_TLS={chosen} may let UCX use shared memory, where a transfer that was given up cannot be stopped: "
-            "leave it unset, or name tcp or transports over RDMA"
+            "name transports between hosts, or leave it unset"
         )
+    if fabric == "tcp" and "tcp" not in names:
+        raise NixlFailed(f"UCX_TLS={chosen} lacks tcp")
+    if fabric == "rdma" and not (names and all(map(_RDMA.fullmatch, names))):
+        raise NixlFailed(f"UCX_TLS={chosen} is not RDMA alone")
     return chosen
 
 
@@ -176,9 +176,9 @@ class Agent:
         self.others: set[tuple[int, int]] = set()
         self._metadata = b""  # of this version, once needed
         self._nixl: Any = None  # until end(). No frame may hold it, because exceptions keep frames
-        transports = ucx_transports(fabric)
         self._api = _import_bindings()
         try:
+            transports = ucx_transports(fabric)
             config = self._api.nixlAgentConfig()
             config.useProgThread, config.useListenThread = progress, False
             config.pthrDelay = _SLEEP_MICROSECONDS
@@ -194,7 +194,7 @@ class Agent:
                 self._register(self._pools)
         except Exception as error:
             self.end()
-            raise NixlFailed(f"UCX cannot use {transports}: {str(error) or type(error).__name__}") from error
+            raise NixlFailed(f"UCX cannot use {fabric}: {str(error) or type(error).__name__}") from error
 
     def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
         inside = np.zeros(len(bases), bool)
