@@ -1,11 +1,12 @@
-"""Profile one small pull from a blocks cache that was resolved before, call by call, over shm between two processes.
+"""Profile one small pull from a blocks cache that was resolved before, call by call, between two processes.
 
-    python -m benchmarks.profile_pull [--kib 64] [--pulls 2000]
+    python -m benchmarks.profile_pull [--transport cma] [--kib 64] [--pulls 2000]
 
 Each part of the pull is called alone in a loop, on the very objects that the pull uses; the best of several loops is
 printed, in nanoseconds, because other work of the machine only adds to it. A part that others contain is indented
 below them. The sum of parts is below the whole: caches are warmer for a part that is called alone. ``sys.setprofile``
-counts the calls of one pull, of Python functions and of C.
+counts the calls of one pull, of Python functions and of C. Over shm the source is in a pool, over cma in registered
+memory.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
+from llm_datadist._transport.cma import CmaConnection
 from llm_datadist.cache_manager import CacheManager
 
 if TYPE_CHECKING:
@@ -32,11 +36,17 @@ if TYPE_CHECKING:
 _ROWS = 64
 _LOOPS = 10
 _KEY = BlocksCacheKey(1, 0)
+_memory: list[np.ndarray] = []
 
 
-def publish(world: World, nbytes: int) -> None:
+def publish(world: World, nbytes: int, transport: str) -> None:
     """At the other end: make the cache that is pulled from."""
-    world.caches["kv"] = world.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, nbytes], DataType.DT_UINT8), _KEY)
+    desc = CacheDesc(1, [_ROWS, nbytes], DataType.DT_UINT8)
+    if transport == "shm":
+        world.caches["kv"] = world.cm.allocate_blocks_cache(desc, _KEY)
+    else:
+        _memory.append(np.zeros((_ROWS, nbytes), np.uint8))
+        world.caches["kv"] = world.cm.register_blocks_cache(desc, [_memory[-1].ctypes.data], _KEY)
 
 
 def count_calls(call: Callable[[], object]) -> tuple[int, int]:
@@ -81,6 +91,8 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     ends, far, near = remote.pair, remote.geometry, local.geometry
     plan = ends.block_planner(far, near, layers).plan(to, of)
     pool, guards, native = engine._copy_pool, remote.guard_set, (ours.native, remote.tensors.native)
+    connection = remote.tensors.connection
+    copy = connection._memory.read if isinstance(connection, CmaConnection) else execute
 
     def move() -> None:
         one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers)
@@ -98,23 +110,25 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
         "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.get(1)),
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
-        "    read": lambda: link_.connection.shared.read(plan, ours, remote.tensors, pool, deadline, guards),
-        "      guards and the copy itself": lambda: execute(plan, *native, pool, deadline.expires_ns, None, guards),
+        "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline, guards),
+        "      guards and the copy itself": lambda: copy(plan, *native, pool, deadline.expires_ns, None, guards),
     }
 
 
 def main() -> int:
     """Profile and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", choices=("shm", "cma"), default="shm")
     parser.add_argument("--kib", type=int, default=64)
     parser.add_argument("--pulls", type=int, default=2000)
     options = parser.parse_args()
-    with two_ends() as (target, here):
-        target.do(publish, options.kib << 10)
-        here.caches["kv"] = here.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, options.kib << 10], DataType.DT_UINT8))
+    with two_ends("auto") as (target, here):  # takes shm for a pool, cma for other memory
+        target.do(publish, options.kib << 10, options.transport)
+        cm, mine = here.cm, here.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, options.kib << 10], DataType.DT_UINT8))
+        here.caches["kv"] = mine
         for part, call in parts_of(here).items():
             print(f"{part:<32}{_best(call, options.pulls):>8.0f} ns", flush=True)
-        counted = count_calls(lambda: here.cm.pull_blocks(_KEY, here.caches["kv"], [3], [5]))
+        counted = count_calls(lambda: cm.pull_blocks(_KEY, mine, [3], [5]))
         print("{} Python calls, {} of C".format(*counted))
     return 0
 

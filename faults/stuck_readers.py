@@ -15,6 +15,7 @@ import signal
 import statistics
 import struct
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -138,7 +139,9 @@ def pull_healthy(world: World, count: int) -> list[float]:
 
 # --- the scene --------------------------------------------------------------------------------------------------------
 
-TRIES: Final = 200
+_LOOKS_S: Final = 120.0
+#: Between two looks, each of which stops the crowd: its threads must get on.
+_RUN_S: Final = 0.01
 _POOL_BYTES: Final = 80 << 20
 
 
@@ -157,12 +160,14 @@ class Scene:
     def stick(self) -> None:
         """Stop the crowd while all of them are inside a pull, over tcp with full sockets between them and the owner."""
         self.crowd.do(tell, "start_pulling")
-        for _ in range(TRIES):
+        until = time.monotonic() + _LOOKS_S
+        while time.monotonic() < until:
             freeze(self.crowd)
             if self.stuck() == self.readers and self.filled(2.0):
                 return
             self.crowd.signal(signal.SIGCONT)
-        raise TimeoutError(f"{self.readers} readers were never inside a pull at the same time in {TRIES} looks")
+            time.sleep(_RUN_S)
+        raise TimeoutError(f"{self.readers} readers were never inside a pull at the same time in {_LOOKS_S:.0f} s")
 
     def filled(self, seconds: float) -> bool:
         """Return True when half of the lanes for large pulls are full, and stay so: the owner has sent what they take.
