@@ -4,9 +4,9 @@
 
 Each part of the pull is called alone in a loop, on the very objects that the pull uses; the best of several loops is
 printed, in nanoseconds, because other work of the machine only adds to it. A part that others contain is indented
-below them. The sum of parts is below the whole: caches are warmer for a part that is called alone. ``sys.setprofile``
-counts the calls of one pull, of Python functions and of C. Over shm the source is in a pool, over cma in registered
-memory.
+below them. The sum of parts is not quite the whole: caches are warmer for a part that is called alone.
+``sys.setprofile`` counts the calls of one pull, of Python functions and of C. Over shm the source is in a pool, over
+cma in registered memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEY = BlocksCacheKey(1, 0)
 _memory: list[np.ndarray] = []
 
 
-def publish(world: World, nbytes: int, transport: str) -> None:
+def publish(world: World, nbytes: int, transport: str = "shm") -> None:
     """At the other end: make the cache that is pulled from."""
     desc = CacheDesc(1, [_ROWS, nbytes], DataType.DT_UINT8)
     if transport == "shm":
@@ -79,7 +79,7 @@ def _within(make: Callable[[], Any]) -> Callable[[], None]:
     return call
 
 
-def parts_of(world: World) -> dict[str, Callable[[], object]]:
+def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
     """Return the parts of a pull of block 3 into block 5, by name."""
     cm, cache, dst, src = world.cm, world.caches["kv"], [5], [3]
     cm.pull_blocks(_KEY, cache, src, dst)
@@ -92,6 +92,8 @@ def parts_of(world: World) -> dict[str, Callable[[], object]]:
     plan = ends.block_planner(far, near, layers).plan(to, of)
     pool, guards, native = engine._copy_pool, remote.guard_set, (ours.native, remote.tensors.native)
     connection = remote.tensors.connection
+    if connection.capabilities.name != transport:
+        raise SystemExit(f"the pull goes over {connection.capabilities.name}, not over {transport}")
     copy = connection._memory.read if isinstance(connection, CmaConnection) else execute
 
     def move() -> None:
@@ -126,7 +128,7 @@ def main() -> int:
         target.do(publish, options.kib << 10, options.transport)
         cm, mine = here.cm, here.cm.allocate_blocks_cache(CacheDesc(1, [_ROWS, options.kib << 10], DataType.DT_UINT8))
         here.caches["kv"] = mine
-        for part, call in parts_of(here).items():
+        for part, call in parts_of(here, options.transport).items():
             print(f"{part:<32}{_best(call, options.pulls):>8.0f} ns", flush=True)
         counted = count_calls(lambda: cm.pull_blocks(_KEY, mine, [3], [5]))
         print("{} Python calls, {} of C".format(*counted))

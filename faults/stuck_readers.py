@@ -139,7 +139,7 @@ def pull_healthy(world: World, count: int) -> list[float]:
 
 # --- the scene --------------------------------------------------------------------------------------------------------
 
-_LOOKS_S: Final = 120.0
+_LOOKS_S: Final = 300.0
 #: Between two looks, each of which stops the crowd: its threads must get on.
 _RUN_S: Final = 0.01
 _POOL_BYTES: Final = 80 << 20
@@ -167,6 +167,7 @@ class Scene:
                 return
             self.crowd.signal(signal.SIGCONT)
             time.sleep(_RUN_S)
+        self.free()  # so that its links can end
         raise TimeoutError(f"{self.readers} readers were never inside a pull at the same time in {_LOOKS_S:.0f} s")
 
     def filled(self, seconds: float) -> bool:
