@@ -96,7 +96,7 @@ def watch_initiator(world: World) -> None:
     """Note the steps of the initiator."""
     _replace(Initiator, "run", "initiator: arguments are checked, the cache is held", None)
     _replace(channels, "send_now", "initiator: message is encoded", "initiator: message is sent")
-    _replace(channels, "receive", "initiator: waits", "initiator: answer is received")
+    _replace(channels.Channel, "_receive", "initiator: waits", "initiator: answer is received")
     _replace(Link, "request", None, "initiator: answer is decoded")
     _replace(initiators, "open_answer", None, "initiator: answer is opened and mapped")
     _replace(Connection, "read", "initiator: guards are compared, the copy is planned", "initiator: bytes are copied")
