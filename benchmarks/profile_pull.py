@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _ROWS = 64
 _LOOPS = 10
 _KEY = BlocksCacheKey(1, 0)
-_memory: list[np.ndarray] = []
 
 
 def publish(world: World, nbytes: int, transport: str = "shm") -> None:
@@ -45,8 +44,8 @@ def publish(world: World, nbytes: int, transport: str = "shm") -> None:
     if transport == "shm":
         world.caches["kv"] = world.cm.allocate_blocks_cache(desc, _KEY)
     else:
-        _memory.append(np.zeros((_ROWS, nbytes), np.uint8))
-        world.caches["kv"] = world.cm.register_blocks_cache(desc, [_memory[-1].ctypes.data], _KEY)
+        world.memory["kv"] = memory = np.zeros((_ROWS, nbytes), np.uint8)
+        world.caches["kv"] = world.cm.register_blocks_cache(desc, [memory.ctypes.data], _KEY)
 
 
 def count_calls(call: Callable[[], object]) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import signal
 import statistics
 import struct
 import termios
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,9 +138,8 @@ def pull_healthy(world: World, count: int) -> list[float]:
 
 # --- the scene --------------------------------------------------------------------------------------------------------
 
-_LOOKS_S: Final = 300.0
-#: Between two looks, each of which stops the crowd: its threads must get on.
-_RUN_S: Final = 0.01
+#: Looks stop the crowd, and its threads must get on between them.
+_LOOKS_S, _RUN_S = 240.0, 0.01
 _POOL_BYTES: Final = 80 << 20
 
 
@@ -160,15 +158,17 @@ class Scene:
     def stick(self) -> None:
         """Stop the crowd while all of them are inside a pull, over tcp with full sockets between them and the owner."""
         self.crowd.do(tell, "start_pulling")
-        until = time.monotonic() + _LOOKS_S
-        while time.monotonic() < until:
+
+        def stuck() -> bool:
             freeze(self.crowd)
             if self.stuck() == self.readers and self.filled(2.0):
-                return
+                return True
             self.crowd.signal(signal.SIGCONT)
-            time.sleep(_RUN_S)
-        self.free()  # so that its links can end
-        raise TimeoutError(f"{self.readers} readers were never inside a pull at the same time in {_LOOKS_S:.0f} s")
+            return False
+
+        if not holds_within(stuck, _LOOKS_S, every=_RUN_S):
+            self.free()  # so that its links can end
+            raise TimeoutError(f"{self.readers} readers were never inside a pull at the same time in {_LOOKS_S:.0f} s")
 
     def filled(self, seconds: float) -> bool:
         """Return True when half of the lanes for large pulls are full, and stay so: the owner has sent what they take.
