@@ -419,10 +419,10 @@ class Liar(Client):
             messages.Lookup(name, keys, token).encode(),
             messages.Lookup(name, [self.space.key(each) for each in range(RUN)], token).encode(),  # the same token
             messages.Suspect(name, list(range(RUN * RUN))).encode(),
-            messages.EventsAfter(self.chance.randrange(1 << 40)).encode(),
+            messages.EventsAfter(name, b"", self.chance.randrange(1 << 40)).encode(),
         ]
-        if hit and hit.grant is not None:  # which is the store's own
-            bodies.append(messages.Save(name, shape, keys[:1], [0], hit.grant.to_bytes()).encode())
+        if hit:  # its grant is the store's own
+            bodies.append(messages.Save(name, shape, keys[:1], [0], hit.grants[0].to_bytes()).encode())
         questions = messages.LOOKUP, messages.SAVE, messages.SUSPECT, messages.EVENTS, "llm_datadist.store nothing"
         for body in bodies:
             self.call("lie: babble", self.world.dd.ask, STORE_ID, self.chance.choice(questions), body, 300)

@@ -30,11 +30,15 @@ class WatchedServer(StoreServer):
         super().__init__(*args, **settings)
         self._write("cleared", _NOBODY, [_NOBODY])
 
-    def _tell(self, kind: str, name: bytes, keys: list[bytes]) -> None:
+    def _tell(self, kind: str, space: Any, keys: list[bytes]) -> None:
         if steps.watch is not None:
             steps.watch("tell", self, kind)
-        super()._tell(kind, name, keys)
-        self._write(kind, name, [_NOBODY] if kind == "cleared" else keys)
+        super()._tell(kind, space, keys)
+        self._write(kind, space.name[1], keys)
+
+    def _forget(self, space: Any) -> None:
+        super()._forget(space)
+        self._write("cleared", space.name[1], [_NOBODY])
 
     def _write(self, kind: str, name: bytes, keys: list[bytes]) -> None:
         now = time.monotonic()
@@ -51,7 +55,9 @@ class WatchedServer(StoreServer):
                 if found:
                     slot = chance.choice(found)
                     published = space.slots.keys()
-                    self._write("flip", space.name, [key for key in published if space.slots.run([key]) == [slot]])
+                    self._write(
+                        "flip", space.name[1], [key for key in published if space.slots.run([key]).tolist() == [slot]]
+                    )
                     block = chance.choice(views)[slot]
                     block[chance.randrange(block.size)] ^= 1 << chance.randrange(8)
                     return True
@@ -97,17 +103,16 @@ def index(world: World) -> set[tuple[bytes, bytes]]:
 def replayed(world: World) -> set[tuple[bytes, bytes]] | None:
     """Return the index that the store's own events give; None if it has forgotten the first ones."""
     found: set[tuple[bytes, bytes]] = set()
-    after, server = 0, world.memory["server"]
-    while (told := server.events(after))[1]:
-        oldest, events = told
-        if oldest != 1:
-            return None
-        for event in events:
-            keys = {(event.namespace, key) for key in event.keys}
-            found = found | keys if event.kind == "stored" else found - keys
-            if event.kind == "cleared":
-                found = {each for each in found if each[0] != event.namespace}
-        after = events[-1].number
+    server: WatchedServer = world.memory["server"]
+    for name in server.index():
+        told = server.events(name)
+        while told.events:
+            if not told.follows:
+                return None
+            for event in told.events:
+                keys = {(name, key) for key in event.keys}
+                found = found | keys if event.kind == "stored" else found - keys
+            told = server.events(name, told)
     return found
 
 

@@ -168,6 +168,8 @@ class LinkStatistics:
         progress_seconds: CPU seconds of UCX's threads for this link; 0 unless the transport is nixl.
         peer_incarnation: The peer's :attr:`LLMDataDist.incarnation`.
         protocol: Version of the wire that both sides speak.
+        dialled: Address that this side dialled, "ip:port" or "[ipv6]:port"; "a communicator's" for a member of
+            ``link()``; empty if the peer dialled.
     """
 
     remote_cluster_id: int
@@ -186,6 +188,7 @@ class LinkStatistics:
     progress_seconds: float = 0.0
     peer_incarnation: str = ""
     protocol: int = 0
+    dialled: str = ""
 
 
 @dataclass(frozen=True, slots=True)

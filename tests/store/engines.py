@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,16 @@ import numpy as np
 
 from faults.gated import open_there, shut_there
 from llm_datadist import CacheDesc, DataType
-from llm_datadist.store import Hit, StoreClient, StoreOptions, StoreServer, StoreStatistics, namespace
+from llm_datadist.store import (
+    NO_EVENTS,
+    Events,
+    Hit,
+    StoreClient,
+    StoreOptions,
+    StoreServer,
+    StoreStatistics,
+    namespace,
+)
 from llm_datadist.views import tensor_views
 from tests.support.ends import ChildEnd, Processes
 from tests.support.moves import Spec, make, show, wait_until
@@ -24,8 +34,8 @@ TENSORS: Final = 4
 BLOCKS: Final = 12
 BLOCK: Final = 4096  # bytes of a block in one tensor
 SPEC: Final = Spec(tensors=TENSORS, rows=BLOCKS, stride=BLOCK, blocks=True)
-#: A namespace of so many bytes has 16 slots: whole pages of 64 KiB for each tensor.
-SPACE: Final = TENSORS * 16 * BLOCK
+#: A namespace of so many bytes has 16 slots: whole pages of 64 KiB for each tensor, and one for the bookkeeping.
+SPACE: Final = TENSORS * 16 * BLOCK + (1 << 16)
 NS: Final = namespace(fingerprint=b"model", tp_size=1, tp_rank=0, hash_algorithm="sha256_cbor", hash_seed="0", salt="")
 
 
@@ -198,33 +208,36 @@ def index(world: World) -> dict[bytes, list[bytes]]:
     return server.index()
 
 
-def all_events(world: World) -> list[Any]:
-    """Return all events; ``world`` is a store."""
-    events: list[Any] = []
+def all_events(world: World, seconds: float = 0.0) -> dict[bytes, list[Any]]:
+    """Follow the events of each namespace for some time; return them all. ``world`` is a store."""
+    server: StoreServer = world.memory["server"]
+    places: dict[bytes, Events] = {}
+    found: dict[bytes, list[Any]] = {}
+    until = time.monotonic() + seconds
     while True:
-        oldest, more = world.memory["server"].events(len(events))
-        assert oldest <= 1
-        if not more:
-            return [(each.number, each.kind, each.namespace, each.keys) for each in events]
-        events += more
+        for name in server.index():
+            places[name] = told = server.events(name, places.get(name, NO_EVENTS))
+            assert told.follows
+            found.setdefault(name, []).extend((each.number, each.kind, each.keys) for each in told.events)
+        if not any(told.events for told in places.values()):
+            if time.monotonic() >= until:
+                return found
+            time.sleep(0.002)  # the pace of a reader
 
 
-def replayed(events: Sequence[Any]) -> dict[bytes, set[bytes]]:
+def replayed(events: dict[bytes, list[Any]]) -> dict[bytes, set[bytes]]:
     """Return the index that the events give."""
     found: dict[bytes, set[bytes]] = {}
-    assert [number for number, *_ in events] == list(range(1, len(events) + 1))
-    for _, kind, name, keys in events:
-        match kind:
-            case "stored":
-                assert not found.setdefault(name, set()) & set(keys)
-                found[name] |= set(keys)
-            case "removed":
-                assert found[name] >= set(keys)
-                found[name] -= set(keys)
-            case "cleared":
-                found.pop(name, None)
-            case _:
-                raise AssertionError(kind)
+    for name, of_name in events.items():
+        assert [number for number, *_ in of_name] == list(range(1, len(of_name) + 1))
+        index = found[name] = set()
+        for _, kind, keys in of_name:
+            if kind == "stored":
+                assert not index & set(keys)
+                index |= set(keys)
+            else:
+                assert (kind, index >= set(keys)) == ("removed", True)
+                index -= set(keys)
     return found
 
 
@@ -271,8 +284,8 @@ def stop_scribbling(world: World) -> None:
 def flip(world: World, name: bytes, key: bytes, tensor: int) -> None:
     """Flip a bit of a published block in the store's own memory; ``world`` is a store."""
     server = world.memory["server"]
-    space = server._spaces[name]  # noqa: SLF001 (memory that goes bad)
-    (slot,) = space.slots.run([key])
+    space = server._spaces["", name]  # noqa: SLF001 (memory that goes bad)
+    (slot,) = space.slots.run([key]).tolist()
     tensor_views(space.cache)[tensor][slot].reshape(-1).view(np.uint8)[BLOCK // 2] ^= 8
 
 

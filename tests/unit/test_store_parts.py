@@ -66,15 +66,16 @@ def grant() -> Grant:
 def whole() -> Hit:
     slots, digests = np.array([2, 1], "<i8").tobytes(), np.arange(4, dtype="<u8").tobytes()
     found = Found(grant().to_bytes(), slots, digests, b"k" * 16, BlockShape(2, 1, [4, 8]))
-    return Hit(b"n" * 32, found, held=True)
+    return Hit(b"n" * 32, [found], held=True)
 
 
 def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> None:
     hit = whole()
     copy = Hit.from_bytes(hit.to_bytes())
-    assert (len(copy), copy.grant, copy.namespace, copy.nonce, copy.shape) == (
+    assert (len(copy), copy.grants, copy.counts, copy.namespace, copy.nonce, copy.shape) == (
         2,
-        grant(),
+        (grant(),),
+        (2,),
         b"n" * 32,
         b"k" * 16,
         hit.shape,
@@ -84,7 +85,7 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
     assert [hit.take(), hit.take(), copy.take()] == [True, False, False]
     assert len(Hit.from_bytes(Hit(b"n" * 32).to_bytes())) == 0
     data = hit.to_bytes()
-    for wrong in (b"", b"\2" + data[1:], data[:-1], data + b"\0"):
+    for wrong in (b"", b"\3" + data[1:], data[:-1], data + b"\0"):
         with pytest.raises(ParamError, match="data"):
             Hit.from_bytes(wrong)
     incomplete: tuple[dict[str, Any], ...] = (
@@ -95,7 +96,7 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
     )
     for parts in incomplete:
         with pytest.raises(ParamError, match="hit:"):
-            Hit(b"n" * 32, msgspec.structs.replace(NOTHING, **parts))
+            Hit(b"n" * 32, [msgspec.structs.replace(NOTHING, **parts)])
 
 
 def test_a_body_of_another_format_is_named_and_a_broken_one_refused() -> None:

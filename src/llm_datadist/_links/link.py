@@ -21,6 +21,7 @@ from llm_datadist._log import logger
 from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
 from llm_datadist.metrics import LinkStatistics
+from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,6 +137,13 @@ class LinkOrigin:
     def __post_init__(self) -> None:
         self.requested = self.dialled and not (self.reconnected or self.by_communicator)
         self.open = not self.by_communicator
+
+    @property
+    def shown(self) -> str:
+        """The dialled address; empty if the peer dialled."""
+        if self.dialled and self.address is not None:
+            return show_address(self.address)
+        return "a communicator's" if self.dialled else ""
 
     @property
     def spare(self) -> bool:
@@ -480,6 +488,7 @@ class Link:
             progress_seconds=sum(each.progress_seconds for each in used),
             peer_incarnation=self.peer.incarnation.hex(),
             protocol=self.spoken.version,
+            dialled=self.origin.shown,
         )
 
     def check_integrity(self) -> None:

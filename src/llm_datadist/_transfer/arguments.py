@@ -264,7 +264,7 @@ def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCach
     inside = np.isin(sources.array, grant.block_numbers)
     if not inside.all():
         block = int(sources.array[~inside][0])
-        raise ParamError(f"src_blocks: block {block} is not among the {len(grant.blocks)} blocks of the grant")
+        raise ParamError(f"src_blocks: block {block} is not among the {len(grant.block_numbers)} blocks of the grant")
 
 
 def check_push_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList) -> None:

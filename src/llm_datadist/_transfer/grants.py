@@ -26,6 +26,7 @@ import msgspec
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import HERE, check_rule, check_type, check_uint64, require_intact, require_process
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
+from llm_datadist._log import logger
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
 from llm_datadist._transport.connection import guards_of
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
     from llm_datadist._transfer.access import AccessPolicy
+    from llm_datadist.types.grant import OnEnd
 
 #: Reasons of an end, beside those of ``types/grant.py``.
 _REVOKED: Final = "revoked"
@@ -85,10 +87,14 @@ class _ActiveGrant(msgspec.Struct, eq=False):
     grant: Grant
     entry: Entry  # may be freed
     until: float  # monotonic
-    looked_at: float  # next look of the control thread, at most ``until``
+    looked_at: float = 0.0  # next look of the control thread, at most ``until``
     readers: int = 0  # number, by the first claim
     claims: set[Link] = msgspec.field(default_factory=set)  # not released yet
     releases: int = 0
+    on_end: OnEnd | None = None
+
+    def __post_init__(self) -> None:
+        self.looked_at = self.until
 
 
 class _Waiting(NamedTuple):
@@ -137,7 +143,13 @@ class Grants:
         return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
 
     def grant(
-        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None = None
+        self,
+        cache_id: int,
+        blocks: object,
+        ttl: float | None,
+        token: bytes | None,
+        peer: int | None = None,
+        on_end: OnEnd | None = None,
     ) -> Grant:
         """Return a grant for ``blocks``, claimed by ``peer`` if given. Errors as :meth:`Cache.grant`."""
         self.require_here(f"grant: {self}")
@@ -161,17 +173,17 @@ class Grants:
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
             try:
-                grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.tolist(), self)
+                grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers, self)
             except BaseException:
                 self._store.exports.guards.release(guard.slot)
                 raise
             try:
-                answers = self._add(grant, entry, time.monotonic() + seconds, link)
+                answers = self._add(_ActiveGrant(grant, entry, time.monotonic() + seconds, on_end=on_end), link)
             except LLMException:  # refused; after any other error it may be there, and expires
                 self._store.exports.guards.release(guard.slot)
                 raise
         if link is not None and link.ended:  # perhaps before it was claimed here
-            self._end(token, READER_LOST)
+            self._end(READER_LOST, [token])
         for waiting, answer in answers:
             waiting.tell(answer)
         return grant
@@ -179,14 +191,14 @@ class Grants:
     def require_here(self, what: str) -> None:
         require_process(self._owner, what)
 
-    def _add(self, grant: Grant, entry: Entry, until: float, link: Link | None) -> list[tuple[Link, Message]]:
+    def _add(self, given: _ActiveGrant, link: Link | None) -> list[tuple[Link, Message]]:
         """Add a grant; return the answers to the claims that waited for it."""
-        token = grant.token
+        token, until = given.grant.token, given.until
         with self._lock:
             self._require_open()
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
-            self._given[token] = given = _ActiveGrant(grant, entry, until, until)
+            self._given[token] = given
             if link is not None:
                 self._take(given, link, 1)
             earliest = until < math.inf and self._expires(until, token)
@@ -245,7 +257,7 @@ class Grants:
             self._revoke(grant)
 
     def _revoke(self, grant: Grant) -> None:
-        self._end(grant.token, _REVOKED)
+        self._end(_REVOKED, [grant.token])
         with self._advanced:  # where another thread ends it just now, its guard may not have advanced yet
             self._advanced.wait_for(lambda: state_of(grant).end)
 
@@ -253,8 +265,7 @@ class Grants:
         with self._lock:
             self._closed = True
             tokens = list(self._given)
-        for token in tokens:
-            self._end(token, _FINALIZED)
+        self._end(_FINALIZED, tokens)
 
     def statistics(self) -> GrantStatistics:
         with self._lock:
@@ -309,7 +320,7 @@ class Grants:
             return failed(number, CacheNotFound(f"the grant has all of its readers already: {readers}"))
         data = given.grant.to_bytes()
         if len(data) > MAX_GRANT:
-            text = f"the grant has {len(given.grant.blocks)} blocks, too many for one message"
+            text = f"the grant has {len(given.grant.block_numbers)} blocks, too many for one message"
             return failed(number, ParamError(text))
         self._take(given, link, readers)
         return Claimed(number, data)
@@ -330,7 +341,7 @@ class Grants:
             given.releases += message.released
             over = given.releases >= given.readers > 0
         if over:
-            self._end(message.token, RELEASED)
+            self._end(RELEASED, [message.token])
 
     def drop_peer(self, link: Link) -> None:
         """End a lost reader's claimed grants and waiting claims."""
@@ -339,14 +350,12 @@ class Grants:
                 self._drop_waiting(lambda claim: claim.link is link, list(self._waiting))
             del self._waiting_of[link]
             tokens = list(self._claimed.get(link, ()))
-        for token in tokens:
-            self._end(token, READER_LOST)
+        self._end(READER_LOST, tokens)
 
     def drop_cache(self, entry: Entry) -> None:
         with self._lock:
             tokens = [token for token, given in self._given.items() if given.entry is entry]
-        for token in tokens:
-            self._end(token, "its cache was freed")
+        self._end("its cache was freed", tokens)
 
     def expire_claims(self, now: float) -> None:
         with self._lock:
@@ -379,12 +388,11 @@ class Grants:
         if not tokens:
             del self._claimed[link]
 
-    def _end(self, token: bytes, why: str) -> None:
-        """End a grant. On return its guard has advanced, unless another thread is ending it."""
+    def _end(self, why: str, tokens: Iterable[bytes]) -> None:
+        """End grants. On return their guards have advanced, but for those that another thread is ending."""
         with self._lock:
-            given = self._remove(token, why)
-        if given is not None:
-            self._advance(given, why)
+            over = [given for token in tokens if (given := self._remove(token, why)) is not None]
+        self._advance(over, why)
 
     def _remove(self, token: bytes, why: str) -> _ActiveGrant | None:
         """Under the lock; :meth:`_advance` must follow."""
@@ -399,11 +407,19 @@ class Grants:
             del self._ended[next(iter(self._ended))]
         return given
 
-    def _advance(self, given: _ActiveGrant, why: str) -> None:
-        self._store.exports.guards.release(given.grant.guard[0])
+    def _advance(self, over: Iterable[_ActiveGrant], why: str) -> None:
+        for given in over:
+            self._store.exports.guards.release(given.grant.guard[0])
         with self._advanced:
-            state_of(given.grant).end = why
+            for given in over:
+                state_of(given.grant).end = why
             self._advanced.notify_all()
+        for given in over:
+            if given.on_end is not None:
+                try:
+                    given.on_end(given.grant)
+                except BaseException as error:  # noqa: BLE001 (of the user; the others must end, too)
+                    logger.error("unexpected error of on_end of %r", given.grant, exc_info=error)
 
     def _expire(self) -> None:
         """End the expired grants; schedule the next look. Threads: control."""
@@ -425,8 +441,7 @@ class Grants:
                     heapq.heappush(self._expiries, (given.until, token))
             following = self._expiries[0][0] if self._expiries else math.inf
             earlier = following < math.inf and self._looks_earlier(following)
-        for given in over:
-            self._advance(given, EXPIRED)
+        self._advance(over, EXPIRED)
         if earlier:
             self._call_at(following, self._expire)
 

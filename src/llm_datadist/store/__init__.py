@@ -8,14 +8,16 @@ from __future__ import annotations
 from llm_datadist.store.client import STORE_ID, StoreClient, StoreOptions
 from llm_datadist.store.hit import Hit
 from llm_datadist.store.identity import namespace
-from llm_datadist.store.messages import BlockShape, Event
+from llm_datadist.store.messages import NO_EVENTS, BlockShape, Event, Events
 from llm_datadist.store.server import StoreServer
 from llm_datadist.store.statistics import NamespaceStatistics, StoreStatistics
 
 __all__ = [
+    "NO_EVENTS",
     "STORE_ID",
     "BlockShape",
     "Event",
+    "Events",
     "Hit",
     "NamespaceStatistics",
     "StoreClient",

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_int32, check_list, check_rule, check_type, check_uint64
+from llm_datadist._checks import check_int32, check_list, check_rule, check_type, check_uint64
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import public_calls_hold_signals
 from llm_datadist.config import parse_listen_ip_info
+from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -32,16 +33,18 @@ from llm_datadist.errors import (
 )
 from llm_datadist.store import messages
 from llm_datadist.store.hit import Hit
-from llm_datadist.store.messages import BlockShape
+from llm_datadist.store.messages import NO_EVENTS, BlockShape, Events
 from llm_datadist.types import CacheKeyByIdAndIndex, LLMClusterInfo
+from llm_datadist.types.cluster import show_address
 from llm_datadist.types.descriptors import Cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from llm_datadist.datadist import LLMDataDist
+    from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.descriptors import BlockNumbers
+    from llm_datadist.types.grant import Grant
 
     Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -53,6 +56,8 @@ _DIAL_MS: Final = 2000
 _FIRST_PAUSE: Final = 0.05  # seconds between dials, at first and at most
 _LONGEST_PAUSE: Final = 5.0
 _LOOK_PAUSE: Final = 1.0  # seconds between looks at the link
+_DAY: Final = 86_400  # seconds
+_LATE_IN_A_ROW: Final = 5  # one late answer is of a busy machine
 _SUSPECT_MS: Final = 1000
 
 
@@ -63,8 +68,8 @@ class StoreOptions:
     Attributes:
         store_id: Cluster id of the store.
         lookup_ms: Milliseconds of a lookup; without an answer it is a miss.
-        pause_seconds: Seconds without lookups and saves after a question of theirs was refused or not answered. Lookups
-            are misses then, saves store nothing.
+        pause_seconds: Seconds without lookups and saves after the store refused one of them, or left five in a row
+            without an answer; at most a day. Lookups are misses then, saves store nothing.
         save_ms: Milliseconds of one question of a save, for at most 64 MiB or one block.
         verify: Compare digests after each load. Costs reading the bytes once more.
 
@@ -83,7 +88,7 @@ class StoreOptions:
         for name, value in (("lookup_ms", self.lookup_ms), ("save_ms", self.save_ms)):
             check_rule(check_int32(name, value) > 0, f"{name}: {value}, milliseconds above 0 are needed")
         pause = check_type("pause_seconds", self.pause_seconds, (int, float))
-        check_rule(pause >= 0, f"pause_seconds: {pause}, at least 0 is needed")
+        check_rule(0 <= pause <= _DAY, f"pause_seconds: {pause} is outside [0, {_DAY}]")
         check_type("verify", self.verify, bool)
 
 
@@ -92,7 +97,9 @@ class StoreClient:
     """Lookups, loads and saves of one namespace of a store.
 
     A background thread links to the store, also when the link is lost. Until then lookups are misses, and saves store
-    nothing. A hit is exactly the bytes saved under its key in its namespace. Threads: any.
+    nothing. The store is the process that answers at the address, and no other one that links under its cluster id: a
+    link that such a process has made is ended. A hit is exactly the bytes saved under its key in its namespace.
+    Threads: any.
 
     Args:
         datadist: An initialised LLMDataDist in v2 mode, without remote cache access; it may have several clients.
@@ -110,51 +117,89 @@ class StoreClient:
     ) -> None:
         given = StoreOptions() if options is None else check_type("options", options, StoreOptions)
         check_rule(len(check_type("namespace", namespace, bytes)) == 32, "namespace: it must have 32 bytes")
-        self._manager = datadist.cache_manager
+        self._manager = check_type("datadist", datadist, LLMDataDist).cache_manager
         self._datadist = datadist
         self._namespace = namespace
         self._options = given
+        self._address = show_address(parse_listen_ip_info(address, "address"))
         self._cluster = _cluster(given.store_id, address)
         self._what = f"store at {address}"
+        self._store = ""  # incarnation of the process that answered at the address
         self._wanted = threading.Event()  # it should dial, or end
         self._linked = threading.Event()
         self._closed = False
         self._resume_at = 0.0  # monotonic; no question before
+        self._late = 0  # answers in a row
         self._warned = ""
         self._dialler = threading.Thread(target=self._dial, name="llm-datadist-store-dial", daemon=True)
         self._dialler.start()
 
     def connect(self, timeout: float) -> bool:
-        """Wait until the store is linked, at most ``timeout`` seconds; return False if it is not."""
-        return Deadline(int(timeout * 1e3)).poll(self._linked.is_set)
+        """Wait until the store is linked, at most ``timeout`` seconds; return False if it is not.
+
+        Raises:
+            TypeError, ParamError: ``timeout`` is not a number, or not in [0, 86,400].
+        """
+        seconds = check_type("timeout", timeout, (int, float))
+        check_rule(0 <= seconds <= _DAY, f"timeout: {seconds} is outside [0, {_DAY}]")
+        return Deadline(int(seconds * 1e3)).poll(self._linked.is_set)
 
     def lookup(self, keys: Sequence[bytes]) -> Hit:
         """Return the leading run of ``keys`` that the store has, and keep it there until the hit is released.
 
         A store that is gone, stopped, or of another release is a miss: at once if that is known, else within
-        ``lookup_ms``. The first 4,096 keys count.
+        ``lookup_ms``. A store that lets this process hold no more hits is a miss, too.
 
         Raises:
             TypeError, ParamError: ``keys`` is not a list or tuple of bytes, each of 1 to 64.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
-        checked = list(_check_keys(keys)[: messages.MAX_LOOKUP_KEYS])
-        if not checked or not self._usable("lookup"):
-            return Hit(self._namespace)
-        token = secrets.token_bytes(16)
-        body = messages.Lookup(self._namespace, checked, token).encode()
+        checked = _check_keys(keys)
+        deadline = Deadline(self._options.lookup_ms)
+        found: list[tuple[bytes, messages.Found]] = []  # with the tokens of their grants
         try:
-            answer = self._ask(messages.LOOKUP, body, self._options.lookup_ms)
-            hit = Hit(self._namespace, messages.decode(messages.Found, answer, self._what), held=True)
-            check_rule(len(hit) <= len(checked), f"{self._what} found {len(hit)} of {len(checked)} keys")
+            for begin in range(0, len(checked), messages.MAX_LOOKUP_KEYS):
+                part = list(checked[begin : begin + messages.MAX_LOOKUP_KEYS])
+                if not self._usable("lookup") or (answer := self._look_up(part, found, deadline)) is None:
+                    break
+                found.append(answer)
+                if len(answer[1].slots) < 8 * len(part):
+                    break
+        except BaseException:
+            for token, _ in found:
+                self._manager.release_grant(self._options.store_id, token)
+            raise
+        return Hit(self._namespace, [each for _, each in found], held=True)
+
+    def _look_up(
+        self, keys: list[bytes], before: list[tuple[bytes, messages.Found]], deadline: Deadline
+    ) -> tuple[bytes, messages.Found] | None:
+        """Ask for the next keys of a run; return the token and the answer, or None if it adds nothing."""
+        token = secrets.token_bytes(16)
+        body = messages.Lookup(self._namespace, keys, token).encode()
+        try:
+            answer = self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1)
+            found = messages.decode(messages.Found, answer, self._what)
+            if found == messages.NOTHING:
+                return None
+            hit = Hit(self._namespace, [*(each for _, each in before[:1]), found])
+            count = len(found.slots) // 8
+            check_rule(count <= len(keys), f"{self._what} found {count} of {len(keys)} keys")
+            self._check_owner("lookup: the answer", hit.grants[-1], token)
         except BaseException as error:
             # The answer may be on its way, or be none of a sound store.
             self._manager.release_grant(self._options.store_id, token)
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
             self._note(error)
-            return Hit(self._namespace)
-        return hit
+            return None
+        return token, found
+
+    def _check_owner(self, what: str, grant: Grant, token: bytes | None = None) -> None:
+        """Raise ParamError unless a grant is of this client's store, and of a lookup's token if given."""
+        of = grant.cluster_id, token or grant.token
+        right = of == (self._options.store_id, grant.token) and grant.incarnation.hex() == self._store
+        check_rule(right, f"{what} has a grant that is not of the {self._what}: {grant!r}")
 
     def load(self, hit: Hit, cache: Cache, blocks: BlockNumbers, *, release: bool = True) -> None:
         """Load the blocks of a hit: key i of the hit into ``blocks[i]`` of ``cache``.
@@ -166,7 +211,8 @@ class StoreClient:
             release: Release the hit, also after an error.
 
         Raises:
-            ParamError: Not a blocks cache, more blocks than keys, a block outside the cache, another namespace.
+            ParamError: Not a blocks cache, more blocks than keys, a block outside the cache, another namespace, a hit
+                of another store.
             CacheMismatch: The hit's blocks have another shape. No byte has moved.
             GrantEnded: The hit was released, or its client or the store was lost. The blocks are undefined.
             ChecksumMismatch: The store's bytes are not those that it published. The blocks are undefined; the store
@@ -185,32 +231,47 @@ class StoreClient:
         check_rule(hit.namespace == self._namespace, f"hit: {hit!r} is of another namespace than this client")
         check_rule(count <= len(hit), f"blocks: {count} for a hit of {len(hit)} keys")
         shape = shape_of(cache)
-        if not count or hit.grant is None:
+        if not count or hit.shape is None:
             return
         if shape != hit.shape:
             raise CacheMismatch(f"load: the store has {hit.shape}, cache has {shape}")
-        key = CacheKeyByIdAndIndex(hit.grant.cluster_id, hit.grant.cache_id, 0)
-        self._manager.pull_blocks(key, cache, hit.slots[:count], indices, grant=hit.grant)
+        for grant in hit.grants:
+            if grant.cluster_id == self._options.store_id and self._store not in ("", grant.incarnation.hex()):
+                raise GrantEnded(f"load: {hit!r} is of an earlier process of the {self._what}")
+            self._check_owner(f"load: {hit!r}", grant)
+        at = 0
+        for grant, keys in zip(hit.grants, hit.counts, strict=True):
+            if at < count:
+                part, key = slice(at, min(at + keys, count)), CacheKeyByIdAndIndex(grant.cluster_id, grant.cache_id, 0)
+                self._manager.pull_blocks(key, cache, hit.slots[part], indices[part], grant=grant)
+            at += keys
         if self._options.verify:
-            found = self._manager.digest_blocks(cache, indices, hit.nonce)
-            wrong = np.flatnonzero((found != hit.digests[:count]).any(axis=1))
-            if wrong.size:
-                self._suspect(hit.slots[wrong])
-                raise ChecksumMismatch(
-                    f"load: {wrong.size} of {count} blocks are not what the {self._what} published, the first is block "
-                    f"{indices[wrong[0]]}; the blocks are undefined",
-                    cache_id=hit.grant.cache_id,
-                    local_block=int(indices[wrong[0]]),
-                    remote_block=int(hit.slots[wrong[0]]),
-                    peer=hit.grant.cluster_id,
-                    phase="verify",
-                )
+            self._verify(hit, cache, indices)
+
+    def _verify(self, hit: Hit, cache: Cache, indices: Indices) -> None:
+        """Compare the digests of loaded blocks. Raises ChecksumMismatch, after the store has examined the slots."""
+        count = len(indices)
+        found = self._manager.digest_blocks(cache, indices, hit.nonce)
+        wrong = np.flatnonzero((found != hit.digests[:count]).any(axis=1))
+        if wrong.size:
+            for begin in range(0, len(wrong), messages.MAX_LOOKUP_KEYS):
+                self._suspect(hit.slots[wrong[begin : begin + messages.MAX_LOOKUP_KEYS]])
+            raise ChecksumMismatch(
+                f"load: {wrong.size} of {count} blocks are not what the {self._what} published, the first is block "
+                f"{indices[wrong[0]]}; the blocks are undefined",
+                cache_id=hit.grants[0].cache_id,
+                local_block=int(indices[wrong[0]]),
+                remote_block=int(hit.slots[wrong[0]]),
+                peer=self._options.store_id,
+                phase="verify",
+            )
 
     def release(self, hit: Hit) -> None:
         """Let the store reuse the slots of a hit. Idempotent; does not wait. No effect for a copy."""
-        if check_type("hit", hit, Hit).take() and hit.grant is not None:
+        if check_type("hit", hit, Hit).take():
             with suppress(StateError):  # finalized, which has ended the link
-                self._manager.release_grant(hit.grant.cluster_id, hit.grant.token)
+                for grant in hit.grants:
+                    self._manager.release_grant(grant.cluster_id, grant.token)
 
     def save(self, keys: Sequence[bytes], cache: Cache, blocks: BlockNumbers) -> int:
         """Have the store pull block ``blocks[i]`` of ``cache`` under ``keys[i]``; return the number newly stored.
@@ -257,19 +318,24 @@ class StoreClient:
             grant.revoke()  # before this call ends: nobody reads the blocks any more
         return messages.decode(messages.Saved, answer, self._what).count
 
-    def events(self, after: int = 0) -> tuple[int, list[messages.Event]]:
-        """Return the number of the store's oldest event, and the next events after number ``after``.
+    def events(self, after: Events = NO_EVENTS) -> Events:
+        """Return the next events of this client's namespace.
 
-        Replayed from the first event on, they give the index of the store. If ``after + 1`` is below the oldest, the
-        store has forgotten some.
+        Replayed from the first one on, they give the index of the namespace. Check ``follows`` of each answer.
+
+        Args:
+            after: The last answer. Default: from the beginning.
 
         Raises:
-            LLMException: The store did not answer.
+            TypeError: ``after`` is not such an answer.
+            LLMException: The store is not linked, or did not answer.
         """
-        body = messages.EventsAfter(check_int("after", after)).encode()
+        place = check_type("after", after, Events)
+        if not self._usable("events"):
+            raise NotLinked(f"events: the {self._what} is not linked, or did not answer just now")
+        body = messages.EventsAfter(self._namespace, place.incarnation, place.last).encode()
         answer = self._ask(messages.EVENTS, body, self._options.save_ms)
-        found = messages.decode(messages.Events, answer, self._what)
-        return found.oldest, found.events
+        return messages.decode(Events, answer, self._what)
 
     def close(self) -> None:
         """End the background thread. The link, and hits that were not released, stay. Idempotent."""
@@ -285,22 +351,38 @@ class StoreClient:
         self.close()
 
     def _ask(self, name: str, body: bytes, timeout_ms: int) -> bytes:
-        return self._datadist.ask(self._options.store_id, name, body, timeout_ms)
+        answer = self._datadist.ask(self._options.store_id, name, body, timeout_ms)
+        self._late = 0
+        return answer
 
     def _usable(self, call: str) -> bool:
         if self._closed:
             raise StateError(f"{call}: this StoreClient is closed")
-        return self._linked.is_set() and time.monotonic() >= self._resume_at
+        if not self._linked.is_set() or time.monotonic() < self._resume_at:
+            return False
+        if self._found() == self._store:
+            return True
+        self._dial_again()  # the link has ended, or is of another process now
+        return False
+
+    def _dial_again(self) -> None:
+        self._linked.clear()
+        self._wanted.set()
 
     def _note(self, error: LLMException) -> None:
         """Remember a failure: dial again, or leave the store alone for a while."""
-        if isinstance(error, LinkError) and error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
-            self._linked.clear()
-            self._wanted.set()
-        elif not isinstance(error, (LinkError, GrantEnded)):
-            self._resume_at = time.monotonic() + self._options.pause_seconds
-        text = named(error)
-        if not isinstance(error, (LinkError, DeadlineExceeded, GrantEnded)) and text != self._warned:
+        busy = error.status_code is LLMStatusCode.LLM_LINK_BUSY
+        if isinstance(error, DeadlineExceeded):
+            self._late += 1
+        if isinstance(error, LinkError) and not busy:
+            self._dial_again()
+        elif self._late >= _LATE_IN_A_ROW or not isinstance(error, (LinkError, GrantEnded, DeadlineExceeded)):
+            self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
+        if not isinstance(error, (LinkError, DeadlineExceeded, GrantEnded)) or busy:
+            self._warn(named(error))
+
+    def _warn(self, text: str) -> None:
+        if text != self._warned:
             self._warned = text
             logger.warning("%s: %s", self._what, text)
 
@@ -317,10 +399,7 @@ class StoreClient:
             if self._closed:
                 return
             try:
-                if not self._is_up():
-                    # Its status does not tell: another process may be linked under this cluster id.
-                    self._datadist.link_clusters([self._cluster], _DIAL_MS)
-                linked = self._is_up()
+                linked = self._link()
             except StateError:
                 return  # finalized
             if not linked:
@@ -332,10 +411,35 @@ class StoreClient:
             # A call may have noticed the end of the link before the link itself has: look once more.
             self._wanted.wait(_LOOK_PAUSE if linked else pause)
 
-    def _is_up(self) -> bool:
+    def _link(self) -> bool:
+        """Link to the store unless it is linked; return True if it is."""
+        link = self._explain()
+        if link is not None and not link.dialled:
+            # A process that links under the store's id costs its own link only.
+            self._warn(f"its cluster id was taken by {link.peer_host!r}, pid {link.peer_pid}, whose link is ended")
+            self._datadist.unlink_clusters([self._cluster], _DIAL_MS, force=True)
+            link = None
+        if link is None:
+            # Its status does not tell: another process may be linked under this cluster id.
+            self._datadist.link_clusters([self._cluster], _DIAL_MS)
+        self._store = self._found()
+        return self._store != ""
+
+    def _explain(self) -> LinkStatistics | None:
+        """Return the usable link to the store's cluster id, of whatever process."""
         with suppress(NotLinked):
-            return self._datadist.explain(self._options.store_id).state in ("ready", "suspect")
-        return False
+            return self._datadist.explain(self._options.store_id)
+        return None
+
+    def _found(self) -> str:
+        """Return the incarnation of the process that answered at the store's address, while it is linked."""
+        link = self._explain()
+        if link is None or not link.dialled:
+            return ""
+        if link.dialled != self._address:
+            self._warn(f"its cluster id is linked at {link.dialled}; a store and its address have one id each")
+            return ""
+        return link.peer_incarnation
 
 
 def shape_of(cache: Cache) -> BlockShape:

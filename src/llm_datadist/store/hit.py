@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -11,44 +11,51 @@ from llm_datadist.errors import ParamError
 from llm_datadist.store.messages import NOTHING, Found, HitCopy, decode
 from llm_datadist.types.grant import Grant
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class Hit:
     """Leading run of keys that a store has; ``len()`` is their number, 0 for a miss.
 
-    While a hit is not released, the store keeps its slots for this instance, by a grant. It ends with the release, or
+    While a hit is not released, the store keeps its slots for this instance, by grants. They end with the release, or
     with the link of the instance that looked it up. ``StoreClient.lookup`` makes hits, ``from_bytes`` copies in other
     processes; releasing a copy has no effect.
 
     Attributes:
         namespace: The client's namespace.
-        grant: Permission to pull the slots, or None for a miss.
+        grants: Permissions to pull the slots, one for each 1,024 keys; empty for a miss.
+        counts: Number of keys of each grant.
         slots: Slot of each key, shape ``(n,)``.
         digests: Digest of each slot, shape ``(n, 2)``.
         nonce: Key of the digests.
         shape: Tensors and shape of a block, or None for a miss.
     """
 
-    __slots__ = ("_found", "_held", "digests", "grant", "namespace", "nonce", "shape", "slots")
+    __slots__ = ("_held", "_parts", "counts", "digests", "grants", "namespace", "nonce", "shape", "slots")
 
-    def __init__(self, namespace: bytes, found: Found = NOTHING, *, held: bool = False) -> None:
-        sizes = len(found.slots) // 8, len(found.digests) // 16
-        parts = {bool(each) for each in (found.slots, found.grant, found.shape, len(found.nonce) == 16)}
-        if sizes != (len(found.slots) / 8, len(found.slots) / 8) or len(found.digests) % 16 or len(parts) > 1:
-            raise ParamError(f"hit: {sizes[0]} slots, {sizes[1]} digests do not fit, or a part is missing")
-        self._found = found
+    def __init__(self, namespace: bytes, parts: Sequence[Found] = (), *, held: bool = False) -> None:
+        for found in parts:
+            _check(found)
+        first = parts[0] if parts else NOTHING
+        if any((found.nonce, found.shape) != (first.nonce, first.shape) for found in parts):
+            raise ParamError("hit: its parts are not of one namespace of one store")
+        self._parts = list(parts)
         self._held = held  # by this instance, until released
         self.namespace = namespace
-        self.grant = Grant.from_bytes(found.grant) if found.grant else None
-        self.slots: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(found.slots, "<i8")
-        self.digests: np.ndarray[Any, np.dtype[np.uint64]] = np.frombuffer(found.digests, "<u8").reshape(-1, 2)
-        self.nonce, self.shape = found.nonce, found.shape
+        self.grants = tuple(Grant.from_bytes(found.grant) for found in parts)
+        self.counts = tuple(len(found.slots) // 8 for found in parts)
+        self.slots: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(b"".join(each.slots for each in parts), "<i8")
+        digests = np.frombuffer(b"".join(each.digests for each in parts), "<u8").reshape(-1, 2)
+        self.digests: np.ndarray[Any, np.dtype[np.uint64]] = digests
+        self.nonce, self.shape = first.nonce, first.shape
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def to_bytes(self) -> bytes:
         """Return the hit as bytes, for another process that is linked to the same store."""
-        return HitCopy(self.namespace, self._found).encode()
+        return HitCopy(self.namespace, self._parts).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -60,7 +67,7 @@ class Hit:
             CacheMismatch: A hit of another format.
         """
         copy = decode(HitCopy, check_type("data", data, bytes), "data")
-        return cls(copy.namespace, copy.found)
+        return cls(copy.namespace, copy.parts)
 
     def take(self) -> bool:
         """Return True once, for the instance that has to release the hit."""
@@ -68,4 +75,14 @@ class Hit:
         return held
 
     def __repr__(self) -> str:
-        return f"<Hit of {len(self)} keys in {self.namespace[:4].hex()}: {self.grant!r}>"
+        return f"<Hit of {len(self)} keys in {self.namespace.hex()}: {list(self.grants)}>"
+
+
+def _check(found: Found) -> None:
+    """Raise ParamError unless an answer has a slot and a digest for each key, and all the rest."""
+    keys = len(found.slots) // 8
+    whole = len(found.slots) == 8 * keys and len(found.digests) == 16 * keys
+    if not (keys and whole and found.grant and found.shape and len(found.nonce) == 16):
+        raise ParamError(
+            f"hit: {len(found.slots)} bytes of slots, {len(found.digests)} of digests do not fit, or a part is missing"
+        )

@@ -9,14 +9,14 @@ import msgspec
 from llm_datadist.errors import CacheMismatch, ParamError
 
 #: First byte of each body.
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: Names of the questions.
 LOOKUP: Final = "llm_datadist.store lookup"
 SAVE: Final = "llm_datadist.store save"
 SUSPECT: Final = "llm_datadist.store suspect"
 EVENTS: Final = "llm_datadist.store events"
-#: Keys of one question, and bytes of one key.
-MAX_LOOKUP_KEYS: Final = 4096
+#: Keys of one question, and bytes of one key. The store answers within a millisecond of its control thread.
+MAX_LOOKUP_KEYS: Final = 1024
 MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
 _MAX_TENSORS: Final = 4096
@@ -73,10 +73,10 @@ NOTHING: Final = Found(b"", b"", b"", b"", None)
 
 
 class HitCopy(Body, frozen=True, forbid_unknown_fields=True):
-    """Answer to :class:`Lookup` on its way to another process."""
+    """Answers to the questions of one lookup on their way to another process."""
 
     namespace: Namespace
-    found: Found
+    parts: list[Found]
 
 
 class Save(Body, frozen=True):
@@ -103,32 +103,49 @@ class Suspect(Body, frozen=True):
 
 
 class EventsAfter(Body, frozen=True):
-    """Question for the events after number ``after``."""
+    """Question for the events of a namespace after number ``after`` of ``incarnation``, at first an empty one."""
 
+    namespace: Namespace
+    incarnation: Annotated[bytes, msgspec.Meta(max_length=16)]
     after: Number
 
 
 class Event(Body, frozen=True):
-    """Change of the store's index.
+    """Change of a namespace's index.
 
     Attributes:
-        number: 1 and up, without gaps.
-        kind: ``stored``, ``removed`` (evicted, or found wrong), or ``cleared``: the namespace left the store.
-        namespace: The namespace.
+        number: 1 and up, without gaps, in one incarnation of the namespace.
+        kind: ``stored`` or ``removed`` (evicted, or found wrong).
         keys: Keys stored or removed.
     """
 
     number: Number
     kind: str
-    namespace: bytes
     keys: list[bytes]
 
 
 class Events(Body, frozen=True):
-    """Answer to :class:`EventsAfter`; ``oldest`` is the number of the oldest event that the store still has."""
+    """Events of a namespace, in their order; also the place to go on from.
 
+    Attributes:
+        incarnation: Random id in which the numbers count, 16 bytes. The namespace gets another one when the store
+            restarts, or displaces it. Empty: the store does not have the namespace.
+        oldest: Number of the oldest event that the store still has.
+        last: Number of the last of ``events``; without any, the number that was asked for.
+        follows: True if nothing is missing between the place that was asked for and ``events``. If False, a reader
+            begins with an empty index, in which keys of events before ``oldest`` stay missing.
+        events: The events, at most some thousand keys.
+    """
+
+    incarnation: bytes
     oldest: Number
+    last: Number
+    follows: bool
     events: list[Event]
+
+
+#: Place before the first event.
+NO_EVENTS: Final = Events(b"", 1, 0, True, [])
 
 
 B = TypeVar("B", bound=Body)

@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
 #: Fields of a namespace, each with the rest of its metric's name.
 _GAUGES: Final = {"slots": "", "published": "_slots", "filling": "_slots", "loads": "", "block_bytes": ""}
-_COUNTERS: Final = dict.fromkeys(("asked", "found", "stored", "removed"), "_keys") | {"lookups": "", "failed": "_pulls"}
+_COUNTERS: Final = {
+    **dict.fromkeys(("asked", "found", "stored", "removed"), "_keys"),
+    "lookups": "",
+    "refused": "_lookups",
+    "failed": "_pulls",
+}
+_LABELS: Final = ("tenant", "namespace")
 _PREFIX: Final = "llm_datadist_store_"
 
 
 class StoreCollector(Collector):
-    """Collector of a store's statistics, labelled with the first 8 digits of the namespace. Threads: any."""
+    """Collector of a store's statistics, labelled with tenant and namespace. Threads: any."""
 
     def __init__(self, server: StoreServer) -> None:
         self._server = server
@@ -34,9 +40,9 @@ class StoreCollector(Collector):
         now = self._server.statistics()
         for kind, fields in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for field, rest in fields.items():
-                family = kind(_PREFIX + field + rest, f"{field} of NamespaceStatistics.", labels=["namespace"])
+                family = kind(_PREFIX + field + rest, f"{field} of NamespaceStatistics.", labels=_LABELS)
                 for space in now.namespaces:
-                    family.add_metric([space.namespace[:8]], getattr(space, field))
+                    family.add_metric([space.tenant, space.namespace], getattr(space, field))
                 yield family
         yield CounterMetricFamily(_PREFIX + "cleared_namespaces", "Namespaces displaced.", now.cleared)
         yield GaugeMetricFamily(_PREFIX + "waiting_saves", "Saves that wait for a thread.", now.waiting)

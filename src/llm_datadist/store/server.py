@@ -10,82 +10,92 @@ import json
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
-from itertools import count, islice
-from queue import SimpleQueue
+from itertools import count
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
 from llm_datadist._checks import check_int, check_rule
 from llm_datadist._log import logger
+from llm_datadist.config import PEER_POLICY
 from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import (
-    CacheMismatch,
-    DeadlineExceeded,
-    LinkError,
-    LLMException,
-    LLMStatusCode,
-    OutOfMemory,
-    ParamError,
-)
+from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMemory, ParamError
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
-from llm_datadist.store.messages import BlockShape, Event, decode
-from llm_datadist.store.slots import Filling, Slots
+from llm_datadist.store.events import KEY_BYTES, EventLog
+from llm_datadist.store.messages import NO_EVENTS, B, BlockShape, Events, decode
+from llm_datadist.store.savers import Savers, busy
+from llm_datadist.store.slots import SLOT_BYTES, Filling, Readers, Slots
 from llm_datadist.store.statistics import NamespaceStatistics, StoreStatistics
 from llm_datadist.types import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMRole
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from llm_datadist.store.slots import Numbers
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
-
-    Job = Callable[[], bytes]
-    Client = tuple[int, str]
 
 #: Options by which peers could write slots.
 _SEALED: Final = ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress")
 _PAGE_SHIFT: Final = 16
-_THREADS: Final = 8
-_NAME: Final = "llm-datadist-store-save"
-_MAX_WAITING: Final = 16  # saves of one client; beyond, the answer is LLM_LINK_BUSY
 _MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
-_MAX_EVENTS: Final = 1 << 18  # kept: keys of events, and events
-_KEYS_AT_ONCE: Final = 8192  # of events in one answer, and events
-_MAX_LOADS: Final = 1 << 16  # of one namespace: each has a guard
-_SWEEP_EVERY: Final = 64  # lookups between searches for ended grants, at least
+_LOGGED: Final = 2  # keys of events that are kept for each slot
+_FEW_KEYS: Final = 1024  # kept in any case
+_SLOT_BYTES: Final = SLOT_BYTES + _LOGGED * KEY_BYTES
+_MAX_LENT: Final = 16 << 20  # bytes of the hits that one process holds, with the next for each hit
+_LOAD_BYTES: Final = 4096
 _PULL_MS: Final = 5000
+
+Name = tuple[str, bytes]  # tenant and namespace
 
 
 class _Space:
     """A namespace's slots. Threads: under the lock of the server, except ``cache``, ``shape`` and ``nonce``."""
 
-    def __init__(self, name: bytes, shape: BlockShape, cache: Cache, count: int) -> None:
+    def __init__(self, name: Name, shape: BlockShape, cache: Cache, count: int) -> None:
         self.name = name
         self.shape = shape
         self.cache = cache
         self.slots = Slots(count)
         self.nonce = secrets.token_bytes(16)
-        self.loads: list[tuple[Grant, list[int]]] = []  # slots lent to a reader, until the grant has ended
-        self.sweep_at = _SWEEP_EVERY
+        self.log = EventLog(max(_FEW_KEYS, _LOGGED * count))
+        self.loads = 0  # hits that were not released
+        self.lent: dict[str, Readers] = {}  # by origin of the reader, while it has slots
         self.used = 0  # number of the last use, among all namespaces
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
-    def sweep(self) -> None:
-        """End the loads whose grants have ended: ``active`` is False only once the guard has advanced."""
-        left = []
-        for grant, slots in self.loads:
-            if grant.active:
-                left.append((grant, slots))
-            else:
-                self.slots.end_read(slots)
-        self.loads = left
-        self.sweep_at = 2 * len(left) + _SWEEP_EVERY
+    def __str__(self) -> str:
+        tenant, name = self.name
+        return name.hex() + (f" of tenant {tenant}" if tenant else "")
+
+    def room_for(self, origin: str, slots: Numbers) -> Numbers:
+        """Return the leading slots that a reader may hold: half of all at most, however often."""
+        lent = self.lent.get(origin)
+        if lent is None:
+            return slots[: max(1, self.slots.count // 2)]
+        fresh = np.cumsum(lent.of[slots] == 0)
+        return slots[: np.searchsorted(fresh, max(1, self.slots.count // 2) - lent.slots, "right")]
+
+    def lend(self, origin: str, slots: Numbers) -> Numbers:
+        """Count a hit of published slots; return them once each."""
+        read = self.slots.begin_read(slots)
+        if origin not in self.lent:
+            self.lent[origin] = Readers(self.slots.count)
+        self.lent[origin].begin(read)
+        self.loads += 1
+        return read
+
+    def take_back(self, origin: str, read: Numbers) -> None:
+        """End a hit whose grant has ended: the guard has advanced."""
+        self.slots.end_read(read)
+        lent = self.lent[origin]
+        lent.end(read)
+        if not lent.slots:
+            del self.lent[origin]
+        self.loads -= 1
 
 
 class StoreServer:
@@ -127,11 +137,9 @@ class StoreServer:
         self._most = most
         self._lock = threading.Lock()  # guards the index; nothing blocks under it
         self._making = threading.Lock()  # held while a namespace gets its memory
-        self._spaces: dict[bytes, _Space] = {}
+        self._spaces: dict[Name, _Space] = {}
+        self._lent: Counter[str] = Counter()  # bytes by origin of the reader
         self._uses = count()
-        self._events: deque[Event] = deque()
-        self._kept = 0  # keys of them, and their number
-        self._number = 0
         self._cleared = 0
         #: The store's LLMDataDist, for its statistics.
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
@@ -139,7 +147,7 @@ class StoreServer:
         with ExitStack() as undo:
             undo.callback(self.datadist.finalize)
             self._manager = self.datadist.cache_manager
-            self._savers = _Savers()
+            self._savers = Savers()
             undo.callback(self._savers.close)
             for name, handler in (
                 (messages.LOOKUP, self._on_lookup),
@@ -171,63 +179,76 @@ class StoreServer:
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 
     def _on_lookup(self, question: PeerQuestion) -> bytes:
-        asked = decode(messages.Lookup, question.body, f"cluster {question.cluster_id}")
+        asked = _body(messages.Lookup, question, "pull")
         with self._lock:
-            if (space := self._spaces.get(asked.namespace)) is None:
+            if (space := self._spaces.get((question.tenant, asked.namespace))) is None:
                 return messages.NOTHING.encode()
             slots = space.slots.run(asked.keys)
             space.used = next(self._uses)
             space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
-            if len(space.loads) >= space.sweep_at:
-                space.sweep()
-            if not slots or len(space.loads) >= _MAX_LOADS:
+            if not slots.size:
                 return messages.NOTHING.encode()
+            slots = self._room_for(space, question.origin, slots)
+            read = space.lend(question.origin, slots)
+            self._lent[question.origin] += _bytes_of(read)
             digests = space.slots.digests(slots)
-            space.slots.begin_read(slots)
         try:
-            grant = space.cache.grant(slots, None, token=asked.token, peer=question.cluster_id)
+            end = partial(self._end_load, space, question.origin)
+            grant = space.cache.grant(read, None, token=asked.token, peer=question.cluster_id, on_end=end)
         except BaseException:
-            with self._lock:
-                space.slots.end_read(slots)
+            self._take_back(space, question.origin, read)
             raise
-        with self._lock:
-            space.loads.append((grant, slots))
-        places = np.array(slots, "<i8").tobytes(), digests.astype("<u8").tobytes()
+        places = slots.astype("<i8").tobytes(), digests.astype("<u8").tobytes()
         return messages.Found(grant.to_bytes(), *places, space.nonce, space.shape).encode()
+
+    def _room_for(self, space: _Space, origin: str, slots: Numbers) -> Numbers:
+        """Under the lock: return the slots of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
+        if self._lent[origin] + _bytes_of(slots) <= _MAX_LENT and (fitting := space.room_for(origin, slots)).size:
+            return fitting
+        space.counts["refused"] += 1
+        raise busy("this process holds as many hits as it may; it gets more once it has released some")
+
+    def _end_load(self, space: _Space, origin: str, grant: Grant) -> None:
+        """Take slots back whose grant has ended. Threads: any."""
+        self._take_back(space, origin, grant.block_numbers)
+
+    def _take_back(self, space: _Space, origin: str, read: Numbers) -> None:
+        with self._lock:
+            space.take_back(origin, read)
+            self._lent[origin] -= _bytes_of(read)
+            if not self._lent[origin]:
+                del self._lent[origin]
 
     # --- saves, in threads --------------------------------------------------------------------------------------------
 
     def _on_save(self, question: PeerQuestion) -> None:
-        who = f"cluster {question.cluster_id}"
-        asked = decode(messages.Save, question.body, who)
+        asked = _body(messages.Save, question, "push")
+        who, grant = f"cluster {question.cluster_id}", Grant.from_bytes(asked.grant)
         check_rule(len(asked.keys) == len(asked.blocks), f"{who} sent unequal numbers of keys and blocks")
+        owner = grant.cluster_id, grant.incarnation.hex()
+        wrong = f"{who} sent a grant of cluster {grant.cluster_id}, incarnation {owner[1]}"
+        check_rule(owner == (question.cluster_id, question.incarnation), wrong)
         until = time.monotonic() + question.budget_ms / 1e3
-        self._savers.submit(question, lambda: self._save(question, asked, until))
+        self._savers.submit(question, lambda: self._save((question.tenant, asked.namespace), asked, grant, until))
 
-    def _save(self, question: PeerQuestion, asked: messages.Save, until: float) -> bytes:
+    def _save(self, name: Name, asked: messages.Save, grant: Grant, until: float) -> bytes:
         if time.monotonic() >= until:
-            raise DeadlineExceeded("save: its client has given up")
-        grant = Grant.from_bytes(asked.grant)
-        wrong = f"cluster {question.cluster_id} sent a grant of cluster {grant.cluster_id}"
-        check_rule(grant.cluster_id == question.cluster_id, wrong)
-        space, filling = self._fill(asked)
+            raise LinkError("save: its client has given up", status_code=LLMStatusCode.LLM_TIMEOUT)
+        space, filling = self._fill(name, asked)
         if filling.slots:
             self._pull(space, asked, grant, filling)
         return messages.Saved(len(filling.slots)).encode()
 
-    def _fill(self, asked: messages.Save) -> tuple[_Space, Filling]:
+    def _fill(self, name: Name, asked: messages.Save) -> tuple[_Space, Filling]:
         """Take slots for the keys that are missing."""
         while True:
-            space = self._space(asked.namespace, asked.shape)
+            space = self._space(name, asked.shape)
             with self._lock:
-                if self._spaces.get(asked.namespace) is not space:
+                if self._spaces.get(name) is not space:
                     continue  # displaced
                 space.used = next(self._uses)
-                if space.slots.free < len(asked.keys):
-                    space.sweep()
                 filling = space.slots.fill(asked.keys)
-                space.counts["removed"] += len(filling.evicted)
-                self._tell("removed", space.name, filling.evicted)
+                self._tell("removed", space, filling.evicted)
                 return space, filling
 
     def _pull(self, space: _Space, asked: messages.Save, grant: Grant, filling: Filling) -> None:
@@ -245,12 +266,11 @@ class StoreServer:
             raise
         with self._lock:
             space.slots.publish(filling.slots, digests)
-            space.counts["stored"] += len(filling.slots)
-            self._tell("stored", space.name, [asked.keys[position] for position in filling.positions])
+            self._tell("stored", space, [asked.keys[position] for position in filling.positions])
 
     # --- namespaces ---------------------------------------------------------------------------------------------------
 
-    def _space(self, name: bytes, shape: BlockShape) -> _Space:
+    def _space(self, name: Name, shape: BlockShape) -> _Space:
         """Return a namespace, made with its first save. Raises CacheMismatch for another shape of blocks."""
         if (space := self._spaces.get(name)) is None:
             with self._making:
@@ -260,24 +280,25 @@ class StoreServer:
                         space.used = next(self._uses)
                         self._spaces[name] = space
         if space.shape != shape:
-            raise CacheMismatch(f"namespace {name[:4].hex()} has {space.shape}; the saved cache has {shape}")
+            raise CacheMismatch(f"namespace {space} has {space.shape}; the saved cache has {shape}")
         return space
 
-    def _make(self, name: bytes, shape: BlockShape) -> _Space:
+    def _make(self, name: Name, shape: BlockShape) -> _Space:
         try:
             kind = DataType(shape.data_type)
         except ValueError as error:
             raise ParamError(f"shape: {error}") from error
         block = CacheDesc(shape.tensors, [1, *shape.shape], kind).size
         tensor = self._share // shape.tensors >> _PAGE_SHIFT << _PAGE_SHIFT
-        count = min(tensor // block, _MAX_SLOTS)
+        # What is kept of a slot in this process counts, too: blocks may have one byte.
+        count = min(tensor // block, _MAX_SLOTS, self._share // (shape.tensors * block + _SLOT_BYTES))
         if count < 1:
             raise ParamError(
                 f"shape: one block of {shape} needs more than the {self._share} bytes of a namespace of this store; "
                 "start it with more memory, or with fewer namespaces"
             )
-        while len(self._spaces) >= self._most:
-            self._displace()
+        while self._full(name[0]):
+            self._displace(name[0])
         cache = None
         while cache is None:
             try:
@@ -285,92 +306,88 @@ class StoreServer:
             except OutOfMemory as error:  # other shapes have left pieces that are too small
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
-                self._displace()
-        logger.info("namespace %s: %d slots of %s", name[:4].hex(), count, shape)
-        return _Space(name, shape, cache, count)
+                self._displace(name[0])
+        space = _Space(name, shape, cache, count)
+        logger.info("namespace %s: %d slots of %s", space, count, shape)
+        return space
 
-    def _displace(self) -> None:
-        """Give up the namespace that was used least recently and is not in use now; LinkError if all are."""
+    def _full(self, tenant: str) -> bool:
+        """Return True if a tenant needs the place of another namespace of its own: a named one has half of them."""
         with self._lock:
-            for space in sorted(self._spaces.values(), key=lambda each: each.used):
-                space.sweep()
-                if space.slots.idle():
-                    break
-            else:
-                text = f"all {self._most} namespaces are in use; start the store with more"
-                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            del self._spaces[space.name]
-            self._cleared += 1
-            self._tell("cleared", space.name, [])
-        logger.warning("namespace %s was displaced by a new one", space.name[:4].hex())
+            own = sum(each.name[0] == tenant for each in self._spaces.values())
+            return len(self._spaces) >= self._most or (tenant != "" and own >= max(1, self._most // 2))
+
+    def _displace(self, tenant: str) -> None:
+        """Give up the tenant's namespace that was used least recently and is not in use; LinkError if it has none."""
+        with self._lock:
+            own = [each for each in self._spaces.values() if each.name[0] == tenant and each.slots.idle()]
+            if not own:
+                whose = f"tenant {tenant} has none that it could give up" if tenant else "all are in use"
+                raise busy(f"this store has {self._most} namespaces, and {whose}; start it with more")
+            space = min(own, key=lambda each: each.used)
+            self._forget(space)
+        logger.info("namespace %s was displaced by a new one", space)
         self._manager.deallocate_blocks_cache(space.cache)
+
+    def _forget(self, space: _Space) -> None:
+        """Under the lock."""
+        del self._spaces[space.name]
+        self._cleared += 1
 
     # --- wrong bytes, events, statistics ------------------------------------------------------------------------------
 
     def _on_suspect(self, question: PeerQuestion) -> None:
-        asked = decode(messages.Suspect, question.body, f"cluster {question.cluster_id}")
-        self._savers.submit(question, lambda: self._examine(asked))
+        asked = _body(messages.Suspect, question, "push")
+        self._savers.submit(question, lambda: self._examine((question.tenant, asked.namespace), asked))
 
-    def _examine(self, asked: messages.Suspect) -> bytes:
+    def _examine(self, name: Name, asked: messages.Suspect) -> bytes:
         """Digest slots again, and forget those that changed; a client's word is not enough."""
         with self._lock:
-            if (space := self._spaces.get(asked.namespace)) is None:
+            if (space := self._spaces.get(name)) is None:
                 return b""
-            slots = space.slots.published_of(asked.slots)
+            slots = space.slots.begin_read(space.slots.published_of(asked.slots))
             digests = space.slots.digests(slots)
-            space.slots.begin_read(slots)
         wrong: list[int] = []
         try:
             differ = self._manager.digest_blocks(space.cache, slots, space.nonce) != digests
-            wrong = np.array(slots, np.int64)[differ.any(axis=1)].tolist()
+            wrong = slots[differ.any(axis=1)].tolist()
         finally:
             with self._lock:
                 keys = space.slots.drop(wrong)
                 space.slots.end_read(slots)
-                space.counts["removed"] += len(keys)
-                self._tell("removed", space.name, keys)
+                self._tell("removed", space, keys)
         if wrong:
-            logger.error("%d slots of namespace %s had changed and were dropped", len(wrong), space.name[:4].hex())
+            logger.error("%d slots of namespace %s had changed and were dropped", len(wrong), space)
         return b""
 
-    def _tell(self, kind: str, name: bytes, keys: list[bytes]) -> None:
-        """Under the lock: add an event, and forget the oldest beyond the bound."""
-        if keys or kind == "cleared":
-            self._number += 1
-            self._events.append(Event(self._number, kind, name, keys))
-            self._kept += len(keys) + 1
-            while self._kept > _MAX_EVENTS:
-                self._kept -= len(self._events.popleft().keys) + 1
+    def _tell(self, kind: str, space: _Space, keys: list[bytes]) -> None:
+        """Under the lock: count keys that were ``stored`` or ``removed``, and add the event."""
+        space.counts[kind] += len(keys)
+        space.log.add(kind, keys)
 
-    def events(self, after: int = 0) -> tuple[int, list[Event]]:
-        """Return the number of the oldest event kept, and the next events after number ``after``."""
+    def events(self, namespace: bytes, after: Events = NO_EVENTS, tenant: str = "") -> Events:
+        """Return the next events of a namespace, as :meth:`StoreClient.events`."""
         with self._lock:
-            oldest = self._events[0].number if self._events else self._number + 1
-            found: list[Event] = []
-            room = _KEYS_AT_ONCE
-            for event in islice(self._events, max(0, after + 1 - oldest), None):
-                room -= len(event.keys) + 1
-                if room < 0:
-                    break
-                found.append(event)
-            return oldest, found
+            space = self._spaces.get((tenant, namespace))
+            if space is not None:
+                return space.log.after(after.incarnation, after.last)
+            return messages.Events(b"", 1, 0, not after.incarnation, [])
 
     def _on_events(self, question: PeerQuestion) -> bytes:
-        asked = decode(messages.EventsAfter, question.body, f"cluster {question.cluster_id}")
-        return messages.Events(*self.events(asked.after)).encode()
+        asked = _body(messages.EventsAfter, question, "pull")
+        after = messages.Events(asked.incarnation, 1, asked.after, True, [])
+        return self.events(asked.namespace, after, question.tenant).encode()
 
-    def index(self) -> dict[bytes, list[bytes]]:
-        """Return the published keys of each namespace, the oldest first."""
+    def index(self, tenant: str = "") -> dict[bytes, list[bytes]]:
+        """Return the published keys of each namespace of a tenant, the oldest first."""
         with self._lock:
-            return {space.name: space.slots.keys() for space in self._spaces.values()}
+            return {each.name[1]: each.slots.keys() for each in self._spaces.values() if each.name[0] == tenant}
 
     def statistics(self) -> StoreStatistics:
         """Return the present figures."""
         with self._lock:
-            for space in self._spaces.values():
-                space.sweep()
             spaces = tuple(_figures(space) for space in self._spaces.values())
-            return StoreStatistics(spaces, self._most, self._cleared, self._number, self._savers.waiting())
+            return StoreStatistics(spaces, self._most, self._cleared, self._savers.waiting())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all tables agree."""
@@ -380,81 +397,33 @@ class StoreServer:
         self.datadist.check_integrity()
 
 
+def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
+    """Return a question's body. Raises ParamError if the policy does not give the peer that right."""
+    who = f"cluster {question.cluster_id}"
+    check_rule(question.may(right), f"{PEER_POLICY} of the store does not allow {who} to {right}")
+    return decode(kind, question.body, who)
+
+
+def _bytes_of(slots: Numbers) -> int:
+    """Return what a hit counts against its reader's bound."""
+    return _LOAD_BYTES + 16 * len(slots)
+
+
 def _figures(space: _Space) -> NamespaceStatistics:
     slots, desc = space.slots, space.cache.cache_desc
     return NamespaceStatistics(
-        namespace=space.name.hex(),
+        tenant=space.name[0],
+        namespace=space.name[1].hex(),
         slots=slots.count,
         free=slots.free,
         filling=slots.filling,
         published=slots.published,
-        loads=len(space.loads),
+        loads=space.loads,
+        events=space.log.number,
+        logged=space.log.keys,
         block_bytes=desc.num_tensors * desc.size // slots.count,
         **space.counts,
     )
-
-
-class _Savers:
-    """Threads that do the jobs of each client one after the other, in its order."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs: dict[Client, deque[Callable[[], None]]] = {}  # with the running one's client, until it has none
-        self._ready: SimpleQueue[Client | None] = SimpleQueue()
-        self._closed = False
-        # No executor: that a thread cannot be started shows here, and a store that is not closed ends with its process.
-        self._threads: list[threading.Thread] = []
-        try:
-            for number in range(_THREADS):
-                thread = threading.Thread(target=self._run, name=f"{_NAME}_{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, question: PeerQuestion, job: Job) -> None:
-        """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""
-        client = question.cluster_id, question.incarnation
-        with self._lock:
-            if self._closed:
-                raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-            jobs = self._jobs.get(client)
-            if jobs is None:
-                self._jobs[client] = jobs = deque()
-                self._ready.put(client)
-            if len(jobs) >= _MAX_WAITING:
-                text = f"{_MAX_WAITING} saves of this client wait already"
-                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            jobs.append(partial(question.answer_by, job))
-
-    def waiting(self) -> int:
-        with self._lock:
-            return sum(map(len, self._jobs.values()))
-
-    def close(self) -> None:
-        """Drop waiting jobs, join the threads. Idempotent."""
-        with self._lock:
-            self._closed = True
-            for jobs in self._jobs.values():
-                jobs.clear()
-        for _ in self._threads:
-            self._ready.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (client := self._ready.get()) is not None:
-            with self._lock:
-                jobs = self._jobs[client]
-                if not jobs:
-                    del self._jobs[client]
-                    continue
-                job = jobs.popleft()
-            try:
-                job()
-            finally:
-                self._ready.put(client)  # after those of others
 
 
 def _options(memory: int, listen: str) -> dict[str, str]:

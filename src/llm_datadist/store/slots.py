@@ -7,42 +7,47 @@ oldest to the newest, spares slots with readers and those found since its last v
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from enum import IntEnum, auto
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from llm_datadist._checks import require_intact
 from llm_datadist.errors import StateError
+from llm_datadist.types.grant import ascending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    Numbers = NDArray[np.int64]  # of slots
+
 #: Slots that the hand visits for one call of :meth:`Slots.fill`, because lookups wait for it.
 MAX_VISITS: Final = 8192
+#: Most bytes of a slot's bookkeeping here, with a key of 64 bytes.
+SLOT_BYTES: Final = 384
 _HISTORY: Final = 8
 
 
-class SlotState(Enum):
+class SlotState(IntEnum):
     """State of a slot."""
 
-    FREE = "free"
-    FILLING = "filling"  # a pull may write it
-    PUBLISHED = "published"  # its key is found; bytes and digest do not change
-    DROPPED = "dropped"  # its key is gone, but a reader may still read
+    FREE = 0
+    FILLING = auto()  # a pull may write it
+    PUBLISHED = auto()  # its key is found; bytes and digest do not change
+    DROPPED = auto()  # its key is gone, but a reader may still read
 
 
-class SlotEvent(Enum):
+class SlotEvent(IntEnum):
     """Event of a slot."""
 
-    FILL = "fill"  # taken for a key
-    PUBLISH = "publish"  # pulled and digested
-    ABANDON = "abandon"  # the pull failed
-    EVICT = "evict"  # without readers
-    DROP = "drop"  # its bytes are wrong, and readers are left
-    IDLE = "idle"  # the last reader's grant has ended
+    FILL = auto()  # taken for a key
+    PUBLISH = auto()  # pulled and digested
+    ABANDON = auto()  # the pull failed
+    EVICT = auto()  # without readers
+    DROP = auto()  # its bytes are wrong, and readers are left
+    IDLE = auto()  # the last reader's grant has ended
 
 
 _S, _E = SlotState, SlotEvent
@@ -66,23 +71,44 @@ class Filling(NamedTuple):
     evicted: list[bytes]  # keys that made room
 
 
+class Readers:
+    """Numbers of readers of each slot, of all peers or of one."""
+
+    def __init__(self, count: int) -> None:
+        self.of: NDArray[np.uint32] = np.zeros(count, np.uint32)
+        self.slots = 0  # slots with readers
+
+    def begin(self, slots: Numbers) -> None:
+        """Count a reader of each of different slots."""
+        self.slots += int(np.count_nonzero(self.of[slots] == 0))
+        self.of[slots] += 1
+
+    def end(self, slots: Numbers) -> Numbers:
+        """End a reader of each; return the slots that have none any more."""
+        self.of[slots] -= 1
+        idle: Numbers = slots[self.of[slots] == 0]
+        self.slots -= len(idle)
+        return idle
+
+
 class Slots:
     """States, readers and keys of ``count`` slots. Threads: one at a time; the caller has a lock."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.filling = self.published = 0
-        self._states = [SlotState.FREE] * count
+        self.readers = Readers(count)
+        self._states = np.zeros(count, np.uint8)
         self._free = list(range(count - 1, -1, -1))
         self._slot_of: dict[bytes, int] = {}  # FILLING and PUBLISHED
         self._keys: list[bytes] = [b""] * count
         self._digests = np.zeros((count, 2), np.uint64)
-        self._readers = [0] * count
         self._visited = bytearray(count)
+        self._marks = np.frombuffer(self._visited, np.uint8)  # the same bytes
         # Published slots, the oldest first: those that the hand has passed, then the others.
         self._passed: deque[int] = deque()
         self._ahead: deque[int] = deque()
-        self._history: deque[tuple[SlotEvent, Sequence[int]]] = deque(maxlen=_HISTORY)
+        self._history: deque[tuple[SlotEvent, Numbers]] = deque(maxlen=_HISTORY)
 
     @property
     def free(self) -> int:
@@ -93,41 +119,42 @@ class Slots:
         """Return the published keys, the oldest first."""
         return [self._keys[slot] for slot in (*self._passed, *self._ahead)]
 
-    def run(self, keys: Sequence[bytes]) -> list[int]:
+    def run(self, keys: Sequence[bytes]) -> Numbers:
         """Return the slots of the leading keys that are published; SIEVE counts them as found."""
-        found: list[int] = []
-        for key in keys:
-            slot = self._slot_of.get(key)
-            if slot is None or self._states[slot] is not SlotState.PUBLISHED:
-                break
-            found.append(slot)
-            self._visited[slot] = 1
+        known = list(map(self._slot_of.get, keys))
+        found = np.array(known[: known.index(None)] if None in known else known, np.int64)
+        ready = self._states[found] == SlotState.PUBLISHED
+        found = found if ready.all() else found[: ready.argmin()]
+        self._marks[found] = 1
         return found
 
     def published_of(self, slots: Sequence[int]) -> list[int]:
         """Return those of any slot numbers that are published, once each."""
         known = (slot for slot in dict.fromkeys(slots) if 0 <= slot < self.count)
-        return [slot for slot in known if self._states[slot] is SlotState.PUBLISHED]
+        return [slot for slot in known if self._states[slot] == SlotState.PUBLISHED]
 
-    def digests(self, slots: Sequence[int]) -> NDArray[np.uint64]:
+    def digests(self, slots: Sequence[int] | Numbers) -> NDArray[np.uint64]:
         """Return the digests of published slots, shape (n, 2)."""
-        return self._digests[list(slots)]
+        return self._digests[np.asarray(slots, np.int64)]
 
-    def begin_read(self, slots: Sequence[int]) -> None:
-        """Count a reader of published slots: they are not evicted until :meth:`end_read`."""
-        for slot in slots:
-            if self._states[slot] is not SlotState.PUBLISHED:
-                raise StateError(f"slot {slot} is {self._states[slot].value}: only a published one is read")
-        for slot in slots:
-            self._readers[slot] += 1
+    def begin_read(self, slots: Sequence[int] | Numbers) -> Numbers:
+        """Count a reader of published slots, and return them once each.
 
-    def end_read(self, slots: Sequence[int]) -> None:
-        """End a reader, whose grant has ended: its guard has advanced."""
-        for slot in slots:
-            self._readers[slot] -= 1
-            if not self._readers[slot] and self._states[slot] is SlotState.DROPPED:
-                self._fire(SlotEvent.IDLE, [slot])
-                self._free.append(slot)
+        They are not evicted until :meth:`end_read`.
+        """
+        read = ascending(slots)
+        if (other := read[self._states[read] != SlotState.PUBLISHED]).size:
+            state = SlotState(self._states[other[0]]).name.lower()
+            raise StateError(f"slot {other[0]} is {state}: only a published one is read")
+        self.readers.begin(read)
+        return read
+
+    def end_read(self, slots: Numbers) -> None:
+        """End a reader of what :meth:`begin_read` returned. Its grant has ended: the guard has advanced."""
+        idle = self.readers.end(slots)
+        dropped = idle[self._states[idle] == SlotState.DROPPED]
+        self._fire(SlotEvent.IDLE, dropped)
+        self._free += dropped.tolist()
 
     def fill(self, keys: Sequence[bytes]) -> Filling:
         """Take slots for keys that have none, in order, evicting others; without room the last keys get none."""
@@ -153,8 +180,7 @@ class Slots:
         fitting = digests.reshape(len(slots), 2)  # one of each slot, or ValueError
         self._fire(SlotEvent.PUBLISH, slots)
         self._digests[slots] = fitting
-        for slot in slots:
-            self._visited[slot] = 0
+        self._marks[slots] = 0
         self._ahead.extend(slots)
         self.filling -= len(slots)
         self.published += len(slots)
@@ -175,7 +201,7 @@ class Slots:
             self._wrap()
         for slot in wrong:
             del self._slot_of[self._keys[slot]]
-            if not self._readers[slot]:
+            if not self.readers.of[slot]:
                 self._fire(SlotEvent.IDLE, [slot])
                 self._free.append(slot)
         self.published -= len(wrong)
@@ -183,11 +209,11 @@ class Slots:
 
     def idle(self) -> bool:
         """Return True if no slot is being filled or read."""
-        return not self.filling and not any(self._readers)
+        return not self.filling and not self.readers.slots
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless states, keys, readers and the order of SIEVE agree."""
-        by_state = {each: [n for n in range(self.count) if self._states[n] is each] for each in SlotState}
+        by_state = {each: np.flatnonzero(self._states == each).tolist() for each in SlotState}
         held = [*by_state[SlotState.FILLING], *by_state[SlotState.PUBLISHED]]
         require_intact(sorted(self._free) == by_state[SlotState.FREE], f"free slots are {sorted(self._free)}")
         require_intact(sorted(self._slot_of.values()) == sorted(held), "keys and held slots differ")
@@ -196,20 +222,22 @@ class Slots:
         require_intact(sorted(order) == by_state[SlotState.PUBLISHED], "the order of SIEVE lacks slots")
         counts = len(by_state[SlotState.FILLING]), len(by_state[SlotState.PUBLISHED])
         require_intact(counts == (self.filling, self.published), f"counts are {counts}")
-        read = {n for n in range(self.count) if self._readers[n]}
+        read = set(np.flatnonzero(self.readers.of).tolist())
+        require_intact(len(read) == self.readers.slots, f"{self.readers.slots} slots are counted as read: {read}")
         allowed = {*by_state[SlotState.PUBLISHED], *by_state[SlotState.DROPPED]}
-        require_intact(min(self._readers) >= 0 and read <= allowed, f"readers of slots {read - allowed}")
+        require_intact(read <= allowed, f"readers of slots {read - allowed}")
         require_intact(read >= {*by_state[SlotState.DROPPED]}, "a dropped slot without readers")
 
     def _evict(self, count: int, kept: set[int]) -> list[bytes]:
         """Free at most ``count`` published slots without readers, but not those to be kept; return their keys."""
         gone: list[int] = []
         in_row = 0  # visits of slots with readers, or kept
+        readers: Any = memoryview(self.readers.of)  # type: ignore[arg-type]  # one number costs half as much as from an array
         for _ in range(MAX_VISITS):
             if len(gone) >= count or in_row == self.published - len(gone):
                 break
             slot = self._ahead.popleft()
-            in_row = in_row + 1 if self._readers[slot] or slot in kept else 0
+            in_row = in_row + 1 if readers[slot] or slot in kept else 0
             if in_row:
                 self._passed.append(slot)
             elif self._visited[slot]:
@@ -230,18 +258,19 @@ class Slots:
     def _give_back(self, slots: Sequence[int]) -> list[bytes]:
         """Let slots be filled again; return the keys that they had."""
         keys = [self._keys[slot] for slot in slots]
-        for key in keys:
+        for slot, key in zip(slots, keys, strict=True):
+            self._keys[slot] = b""
             del self._slot_of[key]
         self._free += reversed(slots)  # they are taken from the end: neighbours stay neighbours
         return keys
 
-    def _fire(self, event: SlotEvent, slots: Sequence[int]) -> None:
+    def _fire(self, event: SlotEvent, slots: Sequence[int] | Numbers) -> None:
         before, after = TRANSITIONS[event]
-        for slot in slots:
-            if self._states[slot] is not before:
-                recent = [each.value for each, among in self._history if slot in among]
-                state = self._states[slot].value
-                raise StateError(f"slot {slot}: {event.value} is illegal while {state}; recent events: {recent}")
-            self._states[slot] = after
-        if slots:
-            self._history.append((event, slots))
+        at = np.asarray(slots, np.int64)
+        if (odd := at[self._states[at] != before]).size:
+            slot, state = int(odd[0]), SlotState(self._states[odd[0]]).name.lower()
+            recent = [each.name.lower() for each, among in self._history if slot in among]
+            raise StateError(f"slot {slot}: {event.name.lower()} is illegal while {state}; recent events: {recent}")
+        self._states[at] = after
+        if at.size:
+            self._history.append((event, at))

@@ -189,7 +189,13 @@ class Cache:
         return self._is_blocks
 
     def grant(
-        self, blocks: BlockNumbers, ttl: float | None, *, token: bytes | None = None, peer: int | None = None
+        self,
+        blocks: BlockNumbers,
+        ttl: float | None,
+        *,
+        token: bytes | None = None,
+        peer: int | None = None,
+        on_end: Callable[[Grant], None] | None = None,
     ) -> Grant:
         """Let peers pull these blocks for ``ttl`` seconds, or while ``peer`` is linked. An extension.
 
@@ -203,6 +209,8 @@ class Cache:
                 a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.
             peer: Cluster id of a linked peer that is the grant's one reader from now on. The grant ends with that link,
                 or by the peer's ``CacheManager.release_grant``. Default: None, readers claim the grant.
+            on_end: Called once with the grant after it has ended, in any thread; it must not wait. The call may come
+                before this one returns. Default: None.
 
         Raises:
             TypeError: Wrong types.
@@ -215,7 +223,7 @@ class Cache:
         """
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
-        return self._granter.grant(self._id, blocks, ttl, token, peer)
+        return self._granter.grant(self._id, blocks, ttl, token, peer, on_end)
 
     def _empty(self) -> None:
         """Drop addresses and memory, for deallocation."""
