@@ -4,48 +4,41 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._log import logger
 from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from llm_datadist.types.question import PeerQuestion
 
-    Job = Callable[[], bytes]
+    Job = tuple[PeerQuestion, Callable[[], bytes]]
     Name = tuple[int, str]
 
 _THREADS: Final = 8
 _NAME: Final = "llm-datadist-store-save"
 _MAX_WAITING: Final = 16  # of one client; beyond, the answer is LLM_LINK_BUSY
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """One link, or one that has ended while its job runs."""
-
-    jobs: deque[tuple[PeerQuestion, Job]] = field(default_factory=deque)
-    runs: bool = False  # one of its jobs
-    late: bool = False  # its last job met a deadline
+_MAX_PROMPT: Final = 4096  # clients remembered
 
 
 class Savers:
     """Eight threads that do the jobs of each client one after the other, in its order.
 
-    Clients whose :attr:`PeerQuestion.origin` is one have one thread between them, more only while most are free. So a
-    process with many links leaves threads to others. Of the clients of an origin whose last job met a deadline, one at
-    a time gets a thread.
+    The clients of one process, which have one :attr:`PeerQuestion.origin`, get a second thread only while most threads
+    are free. Clients whose last job met a deadline, or that had none yet, get one thread for each process, and half of
+    all. So neither many links nor clients that stand still keep the others out.
 
     Threads: any for :meth:`submit` and :meth:`close`.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards all below
-        self._origins: dict[str, dict[Name, _Client]] = {}  # in turns: who was served goes to the end
-        self._free = _THREADS
+        # Jobs of each client, and of each origin. In turns: who is served goes to the end.
+        self._origins: dict[str, dict[Name, deque[Job]]] = {}
+        self._running: dict[Name, str] = {}  # clients with a thread, and their origins
+        self._prompt: dict[Name, None] = {}  # clients whose last job met no deadline, the oldest first
         self._closed = False
         # No executor: that a thread cannot be started shows here, and a store that is not closed ends with its process.
         self._threads: list[threading.Thread] = []
@@ -58,22 +51,22 @@ class Savers:
             self.close()
             raise
 
-    def submit(self, question: PeerQuestion, job: Job) -> None:
+    def submit(self, question: PeerQuestion, job: Callable[[], bytes]) -> None:
         """Queue the job that answers a question; LinkError (``LLM_LINK_BUSY``) if its client has too many."""
+        name = question.cluster_id, question.incarnation
         with self._changed:
             if self._closed:
                 raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-            clients = self._origins.setdefault(question.origin, {})
-            client = clients.setdefault((question.cluster_id, question.incarnation), _Client())
-            if len(client.jobs) >= _MAX_WAITING:
+            jobs = self._origins.setdefault(question.origin, {}).setdefault(name, deque())
+            if len(jobs) >= _MAX_WAITING:
                 raise busy(f"{_MAX_WAITING} saves of this client wait already")
-            client.jobs.append((question, job))
+            jobs.append((question, job))
             self._changed.notify()
 
     def waiting(self) -> int:
         """Return the number of jobs that wait for a thread."""
         with self._changed:
-            return sum(len(each.jobs) for clients in self._origins.values() for each in clients.values())
+            return sum(len(jobs) for clients in self._origins.values() for jobs in clients.values())
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""
@@ -86,58 +79,68 @@ class Savers:
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
-            origin, name, client, question, job = taken
+            origin, name, (question, job) = taken
             late = False
             try:
-                late = _serve(question, job)
+                try:
+                    late = _serve(question, job)
+                finally:
+                    dropped = self._give_back(origin, name, late=late)
+                for other, _ in dropped:
+                    other.refuse(busy("an earlier save of this client met its deadline"))
             except BaseException as error:  # noqa: BLE001 (as a lack of memory for the refusal: the thread goes on)
                 logger.error("unexpected error while a save is answered", exc_info=error)
-            for other, _ in self._give_back(origin, name, client, late=late):
-                other.refuse(busy("an earlier save of this client met its deadline"))
 
-    def _take(self) -> tuple[str, Name, _Client, PeerQuestion, Job] | None:
+    def _take(self) -> tuple[str, Name, Job] | None:
         """Wait for the next job; None once closed."""
         with self._changed:
             while not self._closed:
-                if (found := self._next()) is not None:
-                    origin, name, client = found
-                    client.runs = True
-                    self._free -= 1
-                    return origin, name, client, *client.jobs.popleft()
-                self._changed.wait()
+                if (found := self._next()) is None:
+                    self._changed.wait()
+                    continue
+                origin, name = found
+                jobs = self._origins[origin].pop(name)
+                job = jobs.popleft()
+                if jobs:
+                    self._origins[origin][name] = jobs
+                clients = self._origins.pop(origin)
+                if clients:
+                    self._origins[origin] = clients
+                self._running[name] = origin
+                return origin, name, job
         return None
 
-    def _next(self) -> tuple[str, Name, _Client] | None:
+    def _next(self) -> tuple[str, Name] | None:
         """Under the lock."""
+        crowded = 2 * len(self._running) >= _THREADS
+        slow = [of for name, of in self._running.items() if name not in self._prompt]
         for origin, clients in self._origins.items():
-            running = [each for each in clients.values() if each.runs]
-            if running and 2 * self._free <= _THREADS:
+            if crowded and origin in self._running.values():
                 continue
-            late = any(each.late for each in running)
-            for name, client in clients.items():
-                if client.jobs and not client.runs and not (client.late and late):
-                    return origin, name, client
+            closed_to_slow = origin in slow or 2 * len(slow) >= _THREADS
+            for name in clients:
+                if name not in self._running and (name in self._prompt or not closed_to_slow):
+                    return origin, name
         return None
 
-    def _give_back(self, origin: str, name: Name, client: _Client, *, late: bool) -> list[tuple[PeerQuestion, Job]]:
+    def _give_back(self, origin: str, name: Name, *, late: bool) -> Iterable[Job]:
         """Free the thread; return the jobs of a late client, which would be late, too."""
         with self._changed:
-            self._free += 1
-            client.runs, client.late = False, late
-            dropped = list(client.jobs) if late else []
-            if late:
-                client.jobs.clear()
-            if (clients := self._origins.pop(origin, None)) is not None:
-                clients.pop(name, None)
-                if client.jobs or late:  # a late one is remembered while others of its origin have work
-                    clients[name] = client
-                if any(each.jobs or each.runs for each in clients.values()):
-                    self._origins[origin] = clients
+            del self._running[name]
+            self._prompt.pop(name, None)
+            clients = self._origins.get(origin, {})
+            dropped = clients.pop(name, ()) if late else ()
+            if dropped and not clients:
+                del self._origins[origin]
+            if not late:
+                self._prompt[name] = None
+                if len(self._prompt) > _MAX_PROMPT:
+                    del self._prompt[next(iter(self._prompt))]
             self._changed.notify_all()
         return dropped
 
 
-def _serve(question: PeerQuestion, job: Job) -> bool:
+def _serve(question: PeerQuestion, job: Callable[[], bytes]) -> bool:
     """Answer a question with a job; return True if that met a deadline."""
     late = False
 

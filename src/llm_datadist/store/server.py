@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_rule
+from llm_datadist._checks import check_int, check_rule, check_type
 from llm_datadist._log import logger
 from llm_datadist.config import PEER_POLICY
 from llm_datadist.datadist import LLMDataDist
@@ -129,7 +129,7 @@ class StoreServer:
     ) -> None:
         most, size = check_int("namespaces", namespaces), check_int("memory", memory)
         check_rule(most >= 1, f"namespaces: {most}, at least 1 is needed")
-        given = dict(options or {})
+        given = {} if options is None else dict(check_type("options", options, dict))
         for name in _SEALED:
             check_rule(given.setdefault(name, "0") == "0", f"options: {name}={given[name]}, a store needs 0")
         self._share = size // most >> _PAGE_SHIFT << _PAGE_SHIFT

@@ -1,0 +1,186 @@
+"""A client's store is the process that answers at the client's address, and no other one that says so."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_datadist.errors import GrantEnded, LLMException, ParamError
+from llm_datadist.store import NO_EVENTS, Hit, StoreClient, StoreOptions, messages
+from llm_datadist.store.client import shape_of
+from llm_datadist.types.grant import Grant
+from tests.store import engines as e
+from tests.store.engines import NS, StoreFamily, family_of, keys_of
+from tests.support.kinds import ChildEnd, World
+from tests.support.linking import free_port, info, link
+from tests.support.moves import make, show, wait_until
+
+pytestmark = pytest.mark.covers("store.*")
+
+STORE = 1
+
+
+def listening(family: StoreFamily, name: str, number: int) -> ChildEnd:
+    end = family.child(name)
+    end.start("MIX", number, listen_ip_info="127.0.0.1:0")
+    end.do(make, "kv", e.SPEC, number)
+    return end
+
+
+def answer_lookups(world: World, grant: bytes | None = None) -> None:
+    """Be a store that has every key; answer with a grant of its own, or with the given one."""
+    world.memory["asked"], cache = [], world.caches["kv"]
+
+    def look_up(question: Any) -> bytes:
+        asked = messages.decode(messages.Lookup, question.body, "x")
+        world.memory["asked"].append(len(asked.keys))
+        slots = [0] * len(asked.keys)
+        own = grant or cache.grant([0], None, token=asked.token, peer=question.cluster_id).to_bytes()
+        digests = world.cm.digest_blocks(cache, slots, bytes(16))
+        places = np.array(slots, "<i8").tobytes(), digests.astype("<u8").tobytes()
+        return messages.Found(own, *places, bytes(16), shape_of(cache)).encode()
+
+    world.dd.answer_questions(messages.LOOKUP, look_up)
+
+
+def asked(world: World) -> int:
+    return len(world.memory["asked"])
+
+
+def dial(world: World, port: int, cluster: int) -> str:
+    return str(link(world, [info(cluster, port)])[0].name)
+
+
+def test_a_process_that_dials_a_client_under_the_stores_id_is_not_its_store() -> None:
+    with family_of() as family:
+        port = free_port()
+        engine = listening(family, "engine", 4)
+        assert not engine.do(e.begin_client, port, NS)
+        fake = listening(family, "fake", STORE)
+        fake.do(answer_lookups)
+        fake.do(dial, engine.port, 4)
+        assert engine.do(e.look_up, keys_of(1)) == 0
+        real = family.store(port=port)
+        assert engine.do(connected)
+        fake.do(dial, engine.port, 4)  # beside the real one
+        assert engine.do(e.save, keys_of(2), [3]) == 1
+        assert engine.do(e.hits, keys_of(2)) == 1
+        assert engine.do(e.look_up, keys_of(1)) == 0
+        assert (fake.do(asked), real.do(e.index)) == (0, {NS: keys_of(2)})
+
+
+def connected(world: World) -> bool:
+    return bool(world.memory["client"].connect(20))
+
+
+def test_a_hit_whose_grant_is_of_a_third_cluster_is_refused_and_nothing_is_released_there() -> None:
+    with family_of() as family:
+        third, fake = listening(family, "third", 7), listening(family, "fake", STORE)
+        engine = family.engine(fake)
+        assert engine.do(dial, third.port, 7) == "LLM_SUCCESS"
+        foreign = third.do(lend_to, engine.cluster_id)
+        before = engine.do(show, "kv")
+        fake.do(answer_lookups, foreign)
+        assert engine.do(e.look_up, keys_of(1)) == 0
+        with pytest.raises(ParamError, match=r"has a grant that is not of the store at .* of cluster 7"):
+            engine.do(load_forged, foreign)
+        for was, now in zip(before, engine.do(show, "kv"), strict=True):
+            assert (was == now).all()
+        assert third.do(is_active)
+
+
+def lend_to(world: World, peer: int) -> bytes:
+    world.memory["lent"] = grant = world.caches["kv"].grant([0], None, peer=peer)
+    return grant.to_bytes()
+
+
+def is_active(world: World) -> bool:
+    return bool(world.memory["lent"].active)
+
+
+def load_forged(world: World, grant: bytes) -> None:
+    """Load a copy of a hit that a third cluster's grant was put into."""
+    found = messages.Found(grant, bytes(8), bytes(16), bytes(16), shape_of(world.caches["kv"]))
+    forged = Hit.from_bytes(messages.HitCopy(NS, [found]).encode())
+    world.memory["client"].load(forged, world.caches["kv"], [0])
+
+
+def test_a_hit_of_an_earlier_process_of_the_store_is_an_ended_one() -> None:
+    with family_of() as family:
+        store = family.store()
+        engine = family.engine(store)
+        engine.do(e.save, keys_of(1), [0])
+        assert engine.do(e.look_up, keys_of(1)) == 1
+        port = store.port
+        family.kill(store)
+        family.store(port=port)
+        wait_until(lambda: engine.do(connected) and engine.do(e.save, keys_of(1), [0]) == 1)
+        with pytest.raises(GrantEnded, match="of an earlier process of the store at"):
+            engine.do(e.load, [2])
+
+
+def late_answers(world: World) -> None:
+    """Be a store that answers no lookup."""
+    world.memory["asked"] = []
+    world.dd.answer_questions(messages.LOOKUP, world.memory["asked"].append)
+
+
+def look_up_often(world: World, port: int, count: int) -> int:
+    options = StoreOptions(store_id=STORE, lookup_ms=20, pause_seconds=3600.0)
+    with StoreClient(world.dd, f"127.0.0.1:{port}", NS, options) as client:
+        assert client.connect(20)
+        return sum(len(client.lookup(keys_of(1))) for _ in range(count))
+
+
+def test_a_client_leaves_a_store_alone_after_five_late_answers_in_a_row_not_after_one() -> None:
+    with family_of() as family:
+        store = listening(family, "store", STORE)
+        store.do(late_answers)
+        engine = family.engine(store)
+        assert engine.do(look_up_often, store.port, 10) == 0
+        wait_until(lambda: store.do(asked) == 5)
+
+
+def odd_calls(world: World) -> list[str]:
+    """Make odd calls; return those that raise nothing, or something untyped."""
+    client, nan, inf = world.memory["client"], float("nan"), float("inf")
+    calls: dict[str, Any] = {
+        **{f"connect({each})": lambda each=each: client.connect(each) for each in ("x", nan, inf, -1, None, 10**400)},
+        **{f"events({each})": lambda each=each: client.events(each) for each in (0, -1, "x", None)},
+        **{
+            f"pause_seconds={each}": lambda each=each: StoreOptions(pause_seconds=each)
+            for each in (nan, inf, -1, 10**400, "1")
+        },
+        **{
+            f"StoreClient({each})": lambda each=each: StoreClient(each, "127.0.0.1:1", NS)
+            for each in (None, 5, world.cm)
+        },
+    }
+    wrong = []
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, LLMException):
+            continue
+        except Exception as error:  # noqa: BLE001 (what the test looks for)
+            wrong.append(f"{name}: {error!r}")
+        else:
+            wrong.append(name)
+    assert client.events(NO_EVENTS).follows
+    return wrong
+
+
+def test_odd_arguments_of_a_client_raise_typed_errors() -> None:
+    with family_of() as family:
+        engine = family.engine(family.store())
+        assert engine.do(odd_calls) == []
+
+
+def test_an_answer_with_another_token_than_the_lookups_is_none_of_it() -> None:
+    """Its grant would never be released."""
+    with family_of() as family:
+        fake = listening(family, "fake", STORE)
+        engine = family.engine(fake)
+        fake.do(answer_lookups, fake.do(lend_to, engine.cluster_id))
+        assert engine.do(e.look_up, keys_of(1)) == 0
+        assert Grant.from_bytes(fake.do(lend_to, engine.cluster_id)).cluster_id == STORE
