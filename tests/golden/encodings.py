@@ -289,9 +289,8 @@ def _page_of(data: bytes) -> Page:
 
 def _grant() -> dict[str, Frame]:
     wire = msgspec.structs.replace(made(grants._Wire), blocks=[2, 300, 70_000])  # ascending
-    wire = _granted(wire)._wire  # by now as its constructor makes it
     read = grants.Grant.from_bytes
-    return {"grant": Frame(wire, lambda value: _granted(value).to_bytes(), lambda data: read(data)._wire)}
+    return {"grant": Frame(_granted(wire), lambda value: value.to_bytes(), read)}
 
 
 def _granted(wire: Any) -> grants.Grant:

@@ -195,7 +195,7 @@ def test_a_reader_of_events_learns_that_the_store_has_restarted_and_reads_only_i
         other.do(e.save, keys_of(7), [0], e.named("other"))
         assert reader.do(follow) == (True, [("stored", keys_of(1, 2))])
         assert reader.do(follow) == (True, [])
-        port = store.port
+        port = store.port or 0
         family.kill(store)
         again = family.store(2, port=port)
         wait_until(lambda: reader.do(e.save, keys_of(3), [0]) == 1)

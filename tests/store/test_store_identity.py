@@ -111,7 +111,7 @@ def test_a_hit_of_an_earlier_process_of_the_store_is_an_ended_one() -> None:
         engine = family.engine(store)
         engine.do(e.save, keys_of(1), [0])
         assert engine.do(e.look_up, keys_of(1)) == 1
-        port = store.port
+        port = store.port or 0
         family.kill(store)
         family.store(port=port)
         wait_until(lambda: engine.do(connected) and engine.do(e.save, keys_of(1), [0]) == 1)
