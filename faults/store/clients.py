@@ -326,6 +326,7 @@ class Liar(Client):
         "other_geometry": 2,
         "bad_hits": 4,
         "hoard": 2,
+        "fill_up": 1,
         "nonsense": 3,
         "intrude": 0.2,
         "babble": 4,
@@ -398,15 +399,33 @@ class Liar(Client):
         hits.clear()
         self.reopen()
 
+    def fill_up(self) -> None:
+        """Hold as many hits as the store lends, and leave them to the end of the link, or give some back."""
+        held = []
+        for _ in range(self.chance.randrange(1000)):
+            token = self.chance.randbytes(16)
+            keys = [self.space.key(each) for each in range(self.chance.randint(1, RUN))]
+            body = messages.Lookup(self.space.namespace, keys, token).encode()
+            held.append(token)
+            if self.call("lie: lookup without a hit", self.world.dd.ask, STORE_ID, messages.LOOKUP, body, 300) is None:
+                break
+        for token in held[: self.chance.choice((0, len(held) // 2, len(held)))]:
+            self.world.cm.release_grant(STORE_ID, token)
+
     def intrude(self) -> None:
-        """Save in a namespace for which the store has no room, unless it displaces another."""
+        """Save in a namespace for which the store has no room, unless it displaces another; at times single bytes."""
         space = replace(self.space, number=self.chance.randrange(100, 110))
         keys, blocks = self.own()
+        cache = self.cache
+        if tiny := self.chance.random() < 0.5:
+            cache = self.world.cm.allocate_blocks_cache(CacheDesc(1, [BLOCKS, 1], DataType.DT_UINT8))
         now = time.monotonic()
         self.journal.write(Record("save", space.namespace, key, now, now) for key in keys)
         with closing(StoreClient(self.world.dd, self.task.address, space.namespace, OPTIONS)) as client:
             if client.connect(1.0):
-                self.call("lie: save in another namespace", client.save, keys, self.cache, blocks)
+                self.call("lie: save in another namespace", client.save, keys, cache, blocks)
+        if tiny:
+            self.world.cm.deallocate_blocks_cache(cache)
 
     def babble(self) -> None:
         """Send questions that no client sends."""

@@ -20,6 +20,8 @@ from tests.support.world import World
 #: nobody can have seen yet, and its event is not told.
 STEPS: Final = ("ask", "answer", "copy", "copied", "handle", "handled", "tell")
 _NOBODY: Final = bytes(32)
+#: What its clients can make a store keep, and what a process has anyway.
+_MOST_OWN_BYTES: Final = 256 << 20
 
 
 class WatchedServer(StoreServer):
@@ -137,8 +139,18 @@ def left_over(world: World, seconds: float = 15.0) -> str:
     while (left := found()) and time.monotonic() < limit:
         time.sleep(0.05)
     server.check_integrity()
+    if grants := server.datadist.statistics().grants.active:
+        left.append(f"{grants} grants are active")
+    if (kept := own_memory()) > _MOST_OWN_BYTES:
+        left.append(f"{kept >> 20} MiB of memory beside the pool")
     # A flipped bit is an error, too.
     return "; ".join([*left, *(each for each in world.memory["errors"] if "had changed" not in each)])
+
+
+def own_memory() -> int:
+    """Return the bytes of memory that this process has for itself."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
 
 
 def linked(world: World) -> set[int]:
