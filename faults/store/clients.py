@@ -478,6 +478,10 @@ def refill(world: World, address: str, space: Space, count: int) -> int:
             stored = client.save(keys, cache, [0] * count)
         except CacheMismatch:
             return 0  # a liar was the first to save after a store had begun
-        found = sum(len(client.lookup([key])) for key in keys)
+        found = 0
+        for key in keys:
+            hit = client.lookup([key])
+            found += len(hit)
+            client.release(hit)
     world.cm.deallocate_blocks_cache(cache)
     return count - min(stored, found)
