@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from llm_datadist.errors import DeadlineExceeded, LinkError, LLMException, LLMStatusCode
-from llm_datadist.store import StoreServer, messages
+from llm_datadist.store import StoreClient, StoreOptions, StoreServer, messages
 from llm_datadist.store.events import KEY_BYTES, EventLog
 from llm_datadist.store.savers import Savers
 from llm_datadist.store.slots import SLOT_BYTES, Slots
 from llm_datadist.types.question import PeerQuestion
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
+from tests.support.ends import Call
 from tests.support.moves import Spec, wait_until
-from tests.support.world import World
+from tests.support.world import World, make_config, small_pool
 
 pytestmark = pytest.mark.covers("store.*")
 
@@ -51,17 +52,14 @@ def save_small(world: World, keys: list[bytes]) -> int:
     return stored
 
 
-@pytest.mark.parametrize("count", [1, 1024])
-def test_a_reader_that_holds_all_that_it_may_is_told_busy_until_it_releases_and_others_find_everything(
-    count: int,
-) -> None:
+def test_a_reader_that_holds_all_that_it_may_is_told_busy_until_it_releases_and_others_find_everything() -> None:
     keys = keys_of(*range(1024))
     with family_of() as family:
         store = family.store(1, space=ROOM)
         saver, hoarder = family.engine(store, spec=SMALL), family.engine(store, spec=SMALL)
         assert saver.do(save_small, keys) == 1024
-        held, why = hoarder.do(hoard, keys[:count], 10_000)
-        assert (held, why[:12]) == ((16 << 20) // (4096 + 16 * count), "LLM_LINK_BUS")
+        held, why = hoarder.do(hoard, keys, 10_000)
+        assert (held, why[:12]) == ((16 << 20) // (4096 + 16 * 1024), "LLM_LINK_BUS")
         assert "it gets more once it has released some" in why
         (space,) = store.do(e.statistics).namespaces
         assert (space.loads, space.refused) == (held, 1)
@@ -69,7 +67,7 @@ def test_a_reader_that_holds_all_that_it_may_is_told_busy_until_it_releases_and_
         assert hoarder.do(e.look_up, keys) == 0, "a client takes that for a miss"
         hoarder.do(give_back, 3)
         wait_until(lambda: store.do(e.statistics).namespaces[0].loads == held - 2)
-        assert hoarder.do(hoard, keys[:count], held) == (held, "")
+        assert hoarder.do(hoard, keys, held) == (held, "")
 
 
 @pytest.mark.parametrize("end", ["killed", "unlinked"])
@@ -153,6 +151,67 @@ def loads_what_was_saved(world: World, saved: Any, count: int) -> None:
     for was, now, right in zip(before, contents(world), saved, strict=True):
         was[blocks] = right[:count]
         np.testing.assert_array_equal(now, was)
+
+
+def test_beside_clients_that_flood_hold_and_die_every_key_that_is_there_is_found() -> None:
+    keys = keys_of(*range(1024))
+    with family_of() as family:
+        store = family.store(1, space=ROOM)
+        assert family.engine(store, spec=SMALL).do(save_small, keys) == 1024
+        crowds = [family.child("one crowd"), family.child("another crowd")]
+        for number, each in enumerate(crowds):
+            each.begin(be_a_crowd, store.port, 100 * (number + 1), keys)
+        for each in crowds:
+            assert each.finish() == (15 * LOOKUPS, 15 * LOOKUPS)
+        wait_until(lambda: e.idle(store))
+
+
+#: Of each honest client.
+LOOKUPS: Final = 20
+
+
+def be_a_crowd(world: World, port: int, first: int, keys: list[bytes]) -> tuple[int, int]:
+    """Be thirty clients: five flood, five hold what they can, five die one after the other, fifteen look keys up.
+
+    Return how many lookups these made, and how many found all keys.
+    """
+    over, found = threading.Event(), deque[bool]()
+
+    def flood(client: StoreClient) -> None:
+        while not over.is_set():
+            client.lookup(keys_of(-1))
+
+    def hold(client: StoreClient) -> None:
+        held = deque[Any](maxlen=10_000)
+        while not over.is_set():
+            held.append(client.lookup(keys))
+
+    def die(client: StoreClient) -> None:
+        client.lookup(keys)
+
+    def honest(client: StoreClient) -> None:
+        for at in range(LOOKUPS):
+            hit = client.lookup(keys[at : at + 100])
+            found.append(len(hit) == 100)
+            client.release(hit)
+
+    def run(number: int, of: Callable[[StoreClient], None]) -> None:
+        own = World(f"client {number}")
+        own.start("MIX", number, make_config(**small_pool()))
+        options = StoreOptions(store_id=1, lookup_ms=3000)
+        with StoreClient(own.dd, f"127.0.0.1:{port}", NS, options) as client:
+            assert client.connect(30)
+            of(client)
+        own.dd.finalize()
+
+    roles = [flood] * 5 + [hold] * 5 + [die] * 5 + [honest] * 15
+    calls = [Call(run, first + number, of) for number, of in enumerate(roles)]
+    for call in calls[10:]:
+        call.result()
+    over.set()
+    for call in calls[:10]:
+        call.result()
+    return len(found), sum(found)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_rule, check_type
+from llm_datadist._checks import check_int, check_rule, check_type, require_intact
 from llm_datadist._log import logger
 from llm_datadist.config import PEER_POLICY
 from llm_datadist.datadist import LLMDataDist
@@ -45,11 +45,14 @@ _MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
 _LOGGED: Final = 2  # keys of events that are kept for each slot
 _FEW_KEYS: Final = 1024  # kept in any case
 _SLOT_BYTES: Final = SLOT_BYTES + _LOGGED * KEY_BYTES
-_MAX_LENT: Final = 16 << 20  # bytes of the hits that one process holds, with the next for each hit
-_LOAD_BYTES: Final = 4096
+_LOAD_BYTES: Final = 4096  # of a hit, beside 16 for each slot
+_MAX_LENT: Final = 16 << 20  # bytes of the hits of one client
+_MAX_LENT_TO_ALL: Final = 64 << 20  # of all clients; beyond, each has the next
+_LENT_IN_ANY_CASE: Final = 256 << 10
 _PULL_MS: Final = 5000
 
 Name = tuple[str, bytes]  # tenant and namespace
+Reader = tuple[int, str]  # cluster id and incarnation
 
 
 class _Space:
@@ -63,7 +66,7 @@ class _Space:
         self.nonce = secrets.token_bytes(16)
         self.log = EventLog(max(_FEW_KEYS, _LOGGED * count))
         self.loads = 0  # hits that were not released
-        self.lent: dict[str, Readers] = {}  # by origin of the reader, while it has slots
+        self.lent: dict[Reader, Readers] = {}  # while it has slots
         self.used = 0  # number of the last use, among all namespaces
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
@@ -71,30 +74,30 @@ class _Space:
         tenant, name = self.name
         return name.hex() + (f" of tenant {tenant}" if tenant else "")
 
-    def room_for(self, origin: str, slots: Numbers) -> Numbers:
+    def room_for(self, reader: Reader, slots: Numbers) -> Numbers:
         """Return the leading slots that a reader may hold: half of all at most, however often."""
-        lent = self.lent.get(origin)
+        lent = self.lent.get(reader)
         if lent is None:
             return slots[: max(1, self.slots.count // 2)]
         fresh = np.cumsum(lent.of[slots] == 0)
         return slots[: np.searchsorted(fresh, max(1, self.slots.count // 2) - lent.slots, "right")]
 
-    def lend(self, origin: str, slots: Numbers) -> Numbers:
+    def lend(self, reader: Reader, slots: Numbers) -> Numbers:
         """Count a hit of published slots; return them once each."""
         read = self.slots.begin_read(slots)
-        if origin not in self.lent:
-            self.lent[origin] = Readers(self.slots.count)
-        self.lent[origin].begin(read)
+        if reader not in self.lent:
+            self.lent[reader] = Readers(self.slots.count)
+        self.lent[reader].begin(read)
         self.loads += 1
         return read
 
-    def take_back(self, origin: str, read: Numbers) -> None:
+    def take_back(self, reader: Reader, read: Numbers) -> None:
         """End a hit whose grant has ended: the guard has advanced."""
         self.slots.end_read(read)
-        lent = self.lent[origin]
+        lent = self.lent[reader]
         lent.end(read)
         if not lent.slots:
-            del self.lent[origin]
+            del self.lent[reader]
         self.loads -= 1
 
 
@@ -138,7 +141,8 @@ class StoreServer:
         self._lock = threading.Lock()  # guards the index; nothing blocks under it
         self._making = threading.Lock()  # held while a namespace gets its memory
         self._spaces: dict[Name, _Space] = {}
-        self._lent: Counter[str] = Counter()  # bytes by origin of the reader
+        self._lent: Counter[Reader] = Counter()  # bytes of hits
+        self._lent_to_all = 0
         self._uses = count()
         self._cleared = 0
         #: The store's LLMDataDist, for its statistics.
@@ -180,6 +184,7 @@ class StoreServer:
 
     def _on_lookup(self, question: PeerQuestion) -> bytes:
         asked = _body(messages.Lookup, question, "pull")
+        reader = question.cluster_id, question.incarnation
         with self._lock:
             if (space := self._spaces.get((question.tenant, asked.namespace))) is None:
                 return messages.NOTHING.encode()
@@ -188,36 +193,43 @@ class StoreServer:
             space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
             if not slots.size:
                 return messages.NOTHING.encode()
-            slots = self._room_for(space, question.origin, slots)
-            read = space.lend(question.origin, slots)
-            self._lent[question.origin] += _bytes_of(read)
+            slots = self._room_for(space, reader, slots)
+            read = space.lend(reader, slots)
+            self._count(reader, _bytes_of(read))
             digests = space.slots.digests(slots)
         try:
-            end = partial(self._end_load, space, question.origin)
+            end = partial(self._end_load, space, reader)
             grant = space.cache.grant(read, None, token=asked.token, peer=question.cluster_id, on_end=end)
         except BaseException:
-            self._take_back(space, question.origin, read)
+            self._take_back(space, reader, read)
             raise
         places = slots.astype("<i8").tobytes(), digests.astype("<u8").tobytes()
         return messages.Found(grant.to_bytes(), *places, space.nonce, space.shape).encode()
 
-    def _room_for(self, space: _Space, origin: str, slots: Numbers) -> Numbers:
+    def _room_for(self, space: _Space, reader: Reader, slots: Numbers) -> Numbers:
         """Under the lock: return the slots of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
-        if self._lent[origin] + _bytes_of(slots) <= _MAX_LENT and (fitting := space.room_for(origin, slots)).size:
+        wanted = _bytes_of(slots)
+        most = _MAX_LENT if self._lent_to_all + wanted <= _MAX_LENT_TO_ALL else _LENT_IN_ANY_CASE
+        if self._lent[reader] + wanted <= most and (fitting := space.room_for(reader, slots)).size:
             return fitting
         space.counts["refused"] += 1
-        raise busy("this process holds as many hits as it may; it gets more once it has released some")
+        raise busy("this client holds as many hits as it may; it gets more once it has released some")
 
-    def _end_load(self, space: _Space, origin: str, grant: Grant) -> None:
+    def _count(self, reader: Reader, nbytes: int) -> None:
+        """Under the lock."""
+        self._lent_to_all += nbytes
+        self._lent[reader] += nbytes
+        if not self._lent[reader]:
+            del self._lent[reader]
+
+    def _end_load(self, space: _Space, reader: Reader, grant: Grant) -> None:
         """Take slots back whose grant has ended. Threads: any."""
-        self._take_back(space, origin, grant.block_numbers)
+        self._take_back(space, reader, grant.block_numbers)
 
-    def _take_back(self, space: _Space, origin: str, read: Numbers) -> None:
+    def _take_back(self, space: _Space, reader: Reader, read: Numbers) -> None:
         with self._lock:
-            space.take_back(origin, read)
-            self._lent[origin] -= _bytes_of(read)
-            if not self._lent[origin]:
-                del self._lent[origin]
+            space.take_back(reader, read)
+            self._count(reader, -_bytes_of(read))
 
     # --- saves, in threads --------------------------------------------------------------------------------------------
 
@@ -394,6 +406,8 @@ class StoreServer:
         with self._lock:
             for space in self._spaces.values():
                 space.slots.check_integrity()
+            lent = self._lent.total()
+            require_intact(lent == self._lent_to_all, f"store: {lent} bytes of hits, {self._lent_to_all} are counted")
         self.datadist.check_integrity()
 
 
@@ -406,7 +420,7 @@ def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
 
 def _bytes_of(slots: Numbers) -> int:
     """Return what a hit counts against its reader's bound."""
-    return _LOAD_BYTES + 16 * len(slots)
+    return _LOAD_BYTES + 16 * slots.size
 
 
 def _figures(space: _Space) -> NamespaceStatistics:
