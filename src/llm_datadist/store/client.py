@@ -312,6 +312,9 @@ class StoreClient:
     def _save(self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices) -> int:
         grant = cache.grant(blocks, None, peer=self._options.store_id)
         try:
+            # After the grant, which ends with the link: no other process that took the store's place may use it.
+            if self._found() != self._store:
+                raise NotLinked(f"save: the {self._what} is not linked any more")
             body = messages.Save(self._namespace, shape, keys, blocks.tolist(), grant.to_bytes()).encode()
             answer = self._ask(messages.SAVE, body, self._options.save_ms)
         finally:
