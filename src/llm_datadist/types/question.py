@@ -25,15 +25,6 @@ class PeerQuestion:
         budget_ms: Milliseconds for which the peer waits, as it says.
     """
 
-    tenant = ""
-
-    @property
-    def origin(self) -> str:
-        return f"{self.cluster_id}"
-
-    def may(self, right: str) -> bool:
-        return True
-
     __slots__ = ("_send", "body", "budget_ms", "cluster_id", "incarnation")
 
     def __init__(self, cluster_id: int, incarnation: str, body: bytes, budget_ms: int, send: Send) -> None:
