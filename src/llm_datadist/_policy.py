@@ -26,13 +26,19 @@ _MAX_SHOWN: Final = 200
 
 
 class Permissions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Permissions of one peer. ``models`` limits them to caches with a key of these models; unset: all caches."""
+    """Permissions of one peer.
+
+    ``models`` limits them to caches with a key of these models; unset: all caches. ``tenant`` names the group of peers
+    to which handlers of questions count it.
+    """
 
     link: bool = False
     pull: bool = False
     push: bool = False
     locate: bool = False
     consume: bool = False
+    ask: bool = False
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = ""  # checked if given
     models: frozenset[Annotated[int, msgspec.Meta(ge=0)]] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -84,6 +90,8 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         known = ", ".join(Permissions.__struct_fields__)
         raise ParamError(f"{where}: {' '.join(str(error).split())}; known are {known}") from None
+    if not found.tenant.isprintable():
+        raise ParamError(f"{where}: tenant: {found.tenant!r} has characters that cannot be printed")
     for model in () if isinstance(found.models, msgspec.UnsetType) else found.models:
         if model > _UINT64_MAX:
             raise ParamError(f"{where}: models: {model} is not a model id: at most {_UINT64_MAX}")
