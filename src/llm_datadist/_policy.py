@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from llm_datadist._checks import is_digits
+from llm_datadist._checks import clean, is_digits
 from llm_datadist.errors import ParamError
 
 OTHERS: Final = "*"
@@ -69,7 +69,7 @@ class PeerPolicy:
         except ParamError:
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ParamError(f"{where}: not a JSON object of cluster ids: {' '.join(str(error).split())}") from None
+            raise ParamError(f"{where}: not a JSON object of cluster ids: {clean(str(error))}") from None
         parsed = {peer: _permissions(f"{where}: {peer!r}", peer, rules) for peer, rules in peers.items()}
         others = parsed.pop(OTHERS, Permissions())
         return cls({int(peer): each for peer, each in parsed.items()}, others)
@@ -89,7 +89,7 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
         found = _decode_rules(rules)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         known = ", ".join(Permissions.__struct_fields__)
-        raise ParamError(f"{where}: {' '.join(str(error).split())}; known are {known}") from None
+        raise ParamError(f"{where}: {clean(str(error))}; known are {known}") from None
     if not found.tenant.isprintable():
         raise ParamError(f"{where}: tenant: {found.tenant!r} has characters that cannot be printed")
     for model in () if isinstance(found.models, msgspec.UnsetType) else found.models:

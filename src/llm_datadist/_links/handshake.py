@@ -679,7 +679,7 @@ class Listener:
         """Open the data path if both sides chose alike, and install the link."""
         mine = meeting.choose()
         if theirs.transport != mine.name:
-            there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
+            there = f"{theirs.transport} ({theirs.reason})"
             raise LinkRefused(f"the sides chose different transports: {there} there, {mine.name} ({mine.reason}) here")
         meeting.yield_to(theirs.private)
         connection = meeting.open()

@@ -46,9 +46,7 @@ class Peer:
         return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host)
 
     def __str__(self) -> str:
-        # The peer's text, on one line.
-        host = "".join(c if c.isprintable() else "?" for c in self.host[:255])
-        return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
+        return f"cluster {self.cluster_id} (pid {self.pid} on {self.host})"
 
 
 class LinkState(Enum):

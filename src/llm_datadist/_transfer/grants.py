@@ -512,7 +512,7 @@ def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantE
 
 
 def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
-    why = "" if told is None else f": {' '.join(told.why.split())}, {told.ms / 1e3:.1f} s ago"
+    why = "" if told is None else f": {told.why}, {told.ms / 1e3:.1f} s ago"
     return GrantEnded(f"{what} has ended{why}", peer=link.peer.cluster_id, phase="claim")
 
 
