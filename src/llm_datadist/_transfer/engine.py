@@ -288,6 +288,7 @@ class Engine:
             operations=self.meters.totals(),
             links_lost=self.links.lost,
             reconnects=self.links.reconnected,
+            tables={"ended_grants": self.grants.ended, **self.links.tables},
         )
 
     def check_integrity(self) -> None:

@@ -103,9 +103,7 @@ def peer_uid(sock: socket.socket) -> int:
             answer = kernel.recv(4096, socket.MSG_DONTWAIT)
     except OSError:
         return -1
-    if len(answer) < _DIAG_ANSWER.size:
-        return -1
-    kind, state, uid, inode = _DIAG_ANSWER.unpack_from(answer)
+    kind, state, uid, inode = _DIAG_ANSWER.unpack_from(answer.ljust(_DIAG_ANSWER.size, b"\0"))
     return uid if kind == _BY_FAMILY and state == _ESTABLISHED and inode else -1  # without an inode: closed
 
 
