@@ -190,6 +190,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def clean(text: str, most: int = 4096) -> str:
+    """Return a text of a peer for people: one line of printable characters, at most ``most`` of them.
+
+    Call it where the text enters, so that exceptions, logs, metrics and tables need not. Never compare its result.
+    """
+    line = " ".join(text[:most].split())
+    return line if line.isprintable() else "".join(each if each.isprintable() else "?" for each in line)
+
+
 def is_digits(text: str) -> bool:
     """Return True for 1 to 20 ASCII digits, as many as a uint64 can have."""
     return text.isascii() and text.isdigit() and len(text) <= 20

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from llm_datadist._checks import is_digits
+from llm_datadist._checks import clean, is_digits
 from llm_datadist.errors import ParamError
 
 OTHERS: Final = "*"
@@ -26,13 +26,19 @@ _MAX_SHOWN: Final = 200
 
 
 class Permissions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Permissions of one peer. ``models`` limits them to caches with a key of these models; unset: all caches."""
+    """Permissions of one peer.
+
+    ``models`` limits them to caches with a key of these models; unset: all caches. ``tenant`` names the group of peers
+    to which handlers of questions count it.
+    """
 
     link: bool = False
     pull: bool = False
     push: bool = False
     locate: bool = False
     consume: bool = False
+    ask: bool = False
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = ""  # checked if given
     models: frozenset[Annotated[int, msgspec.Meta(ge=0)]] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -63,7 +69,7 @@ class PeerPolicy:
         except ParamError:
             raise
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ParamError(f"{where}: not a JSON object of cluster ids: {' '.join(str(error).split())}") from None
+            raise ParamError(f"{where}: not a JSON object of cluster ids: {clean(str(error))}") from None
         parsed = {peer: _permissions(f"{where}: {peer!r}", peer, rules) for peer, rules in peers.items()}
         others = parsed.pop(OTHERS, Permissions())
         return cls({int(peer): each for peer, each in parsed.items()}, others)
@@ -83,7 +89,9 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
         found = _decode_rules(rules)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         known = ", ".join(Permissions.__struct_fields__)
-        raise ParamError(f"{where}: {' '.join(str(error).split())}; known are {known}") from None
+        raise ParamError(f"{where}: {clean(str(error))}; known are {known}") from None
+    if not found.tenant.isprintable():
+        raise ParamError(f"{where}: tenant: {found.tenant!r} has characters that cannot be printed")
     for model in () if isinstance(found.models, msgspec.UnsetType) else found.models:
         if model > _UINT64_MAX:
             raise ParamError(f"{where}: models: {model} is not a model id: at most {_UINT64_MAX}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from llm_datadist._checks import clean
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import new_memfd
 
@@ -46,6 +47,15 @@ _TRY_SECONDS: Final = 0.001
 
 class PageError(Exception):
     """Unreadable page: another version, half written for too long, or invalid."""
+
+
+def cleaned(value: Any) -> Any:  # noqa: ANN401 (of JSON)
+    """Return a part of a page whose texts may be printed."""
+    if isinstance(value, dict):
+        return {clean(name): cleaned(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [cleaned(each) for each in value]
+    return clean(value, len(value)) if isinstance(value, str) else value
 
 
 class StatisticsPage:
@@ -147,7 +157,7 @@ def read_page(fd: int) -> Instance:
             age = max(0.0, time.time() - when)
             about = {"pid": pid, "cluster_id": cluster_id, "published_at": when, "age_seconds": age}
             try:
-                return {**about, **_decode(body)}
+                return {**about, **cleaned(_decode(body))}
             except msgspec.MsgspecError as error:
                 raise PageError(f"the page holds no statistics: {error}") from error
         time.sleep(_TRY_SECONDS)

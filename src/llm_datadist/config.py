@@ -64,6 +64,7 @@ TLS_CERT: Final = "llm.TlsCert"
 TLS_KEY: Final = "llm.TlsKey"
 TLS_CA: Final = "llm.TlsCa"
 MAX_LINK_AGE: Final = "llm.MaxLinkAge"
+SAME_USER_ONLY: Final = "llm.SameUserOnly"
 PEER_POLICY: Final = "llm.PeerPolicy"
 NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
 INSECURE: Final = "llm.Insecure"
@@ -209,6 +210,8 @@ class Options:
         f"``{INSECURE_VARIABLE}`` in the environment, else 0")
     same_host_users: frozenset[int] = _row("llm.SameHostUsers", kinds.USERS, frozenset(),
         "Other users whose processes on this host may map what this instance exports.", "none")
+    same_user_only: bool = _row(SAME_USER_ONLY, kinds.FLAG, False,
+        "Without credentials and ``llm.Insecure``: links only this user and ``llm.SameHostUsers``.")
     peer_policy: PeerPolicy | None = _row(PEER_POLICY, kinds.POLICY, None,  # noqa: RUF009
         "Permissions of each peer at this instance; needs credentials or ``llm.Insecure``.", "all")
     nixl_fallback: bool = _row("llm.NixlFallback", kinds.FLAG, False,
@@ -218,6 +221,11 @@ class Options:
     strict_types: bool = _row("llm.StrictTypes", kinds.FLAG, False,
         "Refuses pulls and pushes of this instance between caches of unlike element types or dimensions.")
     # fmt: on
+
+    @property
+    def linked_users(self) -> frozenset[int] | None:
+        """Users that may link beside this process's own; None if every user may."""
+        return self.same_host_users if self.same_user_only and not (self.credentials or self.insecure) else None
 
     def check_reach(self, name: str, host: str) -> None:
         """Raise ParamError with ``name`` if ``host`` is beyond this host, unless links there are allowed."""

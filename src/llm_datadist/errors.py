@@ -275,7 +275,7 @@ class PeerLost(LinkError):
 
 
 class AuthFailed(LinkError):
-    """A side lacks credentials or has rejected them, or ``llm.PeerPolicy`` forbids the link."""
+    """A side lacks credentials or has rejected them, or forbids the link (``llm.PeerPolicy``, ``llm.SameUserOnly``)."""
 
     retryable = False
 

@@ -233,6 +233,8 @@ class Statistics:
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).
         reconnects: Lost links that this instance has dialled back.
+        tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets`` (of
+            peers that were linked), ``link_notes`` (why links ended).
     """
 
     pools: tuple[PoolStatistics, ...]
@@ -250,3 +252,4 @@ class Statistics:
     operations: tuple[OperationStatistics, ...]
     links_lost: dict[str, int] = field(default_factory=dict)
     reconnects: int = 0
+    tables: dict[str, int] = field(default_factory=dict)

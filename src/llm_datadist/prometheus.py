@@ -140,6 +140,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield gauge("grants", "Grants given, claims of readers, and claims that wait for a grant.", ["state"], grants)
     ends = [([end], getattr(now.grants, end)) for end in ("released", "expired", "revoked", "lost")]
     yield counter("grants_ended", "Grants that have ended.", ["end"], ends)
+    tables = [([name], entries) for name, entries in now.tables.items()]
+    yield gauge("table_entries", "Entries of bounded tables that fill for hours.", ["table"], tables)
     links = [([str(link.remote_cluster_id), link.transport], link) for link in now.links]
     up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
     yield gauge("link_up", "1 while the link is up.", ["peer", "transport"], up)

@@ -426,6 +426,88 @@ def test_memory_is_mapped_where_both_ends_admit_each_others_user(
     owner.stop()
 
 
+ONLY = {"llm.SameUserOnly": "1", "llm.Insecure": "0"}
+OTHERS_REFUSED = ["the peer runs as uid", "llm.SameHostUsers", "llm.AuthSecretFile", "--secrets", "llm.Insecure=1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("transport", ["shm", "cma", "tcp"])
+@pytest.mark.parametrize("by", ["listener", "dialer"])
+def test_same_user_only_links_no_process_of_another_user(four: list[ChildEnd], by: str, transport: str) -> None:
+    """Whichever side has the option; the dialer's error names what would admit the other, and nothing is linked."""
+    owner, reader = four[:2]
+    reader.do(become, USER)
+    owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=ONLY if by == "listener" else {})
+    reader.start("DECODER", 2, extra={"llm.Transport": transport} | (ONLY if by == "dialer" else {}))
+    with pytest.raises(AuthFailed) as caught:
+        reader.do(dial, owner.port)
+    assert all(each in str(caught.value) for each in OTHERS_REFUSED), caught.value
+    assert [end.do(links) for end in (owner, reader)] == [{}, {}]
+    reader.stop()
+    owner.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("admitted", ["same user", "llm.SameHostUsers", "llm.Insecure", "llm.AuthSecretFile"])
+def test_same_user_only_links_its_own_and_admitted_users_and_yields_to_credentials(
+    four: list[ChildEnd], tmp_path: Path, admitted: str
+) -> None:
+    owner, reader = four[:2]
+    given = {"llm.SameHostUsers": {admitted: str(USER)}, "llm.Insecure": {admitted: "1"}}.get(
+        admitted, dict[str, str]()
+    )
+    theirs: dict[str, str] = {}
+    if admitted == "llm.AuthSecretFile":
+        given, theirs = secret_file(tmp_path / "a", a=SECRET), secret_file(tmp_path / "b", a=SECRET)
+        os.chown(theirs[admitted], USER, USER)
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o711)
+    if admitted != "same user":
+        reader.do(become, USER)
+    owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=ONLY | given)
+    reader.start("DECODER", 2, extra=theirs)
+    assert reader.do(link, [info(1, owner.port)]) == SUCCESS
+    reader.stop()
+    owner.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_same_user_only_refuses_another_user_that_dials_from_another_address_of_this_host(
+    four: list[ChildEnd],
+) -> None:
+    owner, other = four[:2]
+    other.do(become, USER)
+    owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=ONLY)
+    for source in ("127.0.0.9", own_address()):
+        assert "the peer runs as uid" in other.do(refusal_from, source, owner.port)
+    assert owner.do(links) == {}
+    owner.stop()
+
+
+def own_address() -> str:
+    """Return an address of this host for other hosts, or a loopback one without any."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.10"
+        return str(probe.getsockname()[0])
+
+
+def refusal_from(world: World, source: str, port: int) -> str:
+    """Dial from a source address; return the text of the refusal."""
+    hello = hello_of(70, bytes(range(16)), bytes(16))
+    with socket.socket() as sock:
+        sock.settimeout(60)
+        sock.bind((source, 0))
+        sock.connect(("127.0.0.1", port))
+        sock.sendall(wire.CONTROL_PREAMBLE + wire.frame(hello))
+        (size,) = wire.FRAME_HEADER.unpack(sock.recv(4, socket.MSG_WAITALL))
+        told = wire.decode(sock.recv(size, socket.MSG_WAITALL))
+    assert isinstance(told, wire.Refused)
+    return told.text
+
+
 ALL: dict[str, Any] = dict.fromkeys(("link", *("pull", "push", "locate", "consume")), True)
 #: What moves the bytes of the caches -> llm.Transport.
 ROUTES = {"inproc": "inproc", "tcp": "tcp", "shm": "auto", "cma": "auto"}
@@ -757,7 +839,14 @@ def test_a_stranger_gets_the_descriptors_that_it_may_use_and_no_others(end: Loca
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ('{"7": {"read": true}}', "'7'.*unknown field `read`.*known are link, pull, push, locate, consume, models"),
+        (
+            '{"7": {"read": true}}',
+            "'7'.*unknown field `read`.*known are link, pull, .*, ask, tenant, models",
+        ),
+        ('{"7": {"ask": 1}}', r"'7'.*Expected `bool`, got `int` - at `\$.ask`"),
+        ('{"7": {"tenant": ""}}', r"'7'.*Expected `str` of length >= 1 - at `\$.tenant`"),
+        ('{"7": {"tenant": "' + 65 * "a" + '"}}', r"'7'.*Expected `str` of length <= 64 - at `\$.tenant`"),
+        ('{"7": {"tenant": "a\\u001b"}}', r"'7': tenant: 'a\\x1b' has characters that cannot be printed"),
         ('{"7": {"pull": 1}}', r"'7'.*Expected `bool`, got `int` - at `\$.pull`"),
         ('{"7": {"pull": null}}', r"'7'.*Expected `bool`, got `null` - at `\$.pull`"),
         ('{"-1": {}}', "'-1' is not a cluster id"),

@@ -28,7 +28,7 @@ from tests.support import linking, moves
 from tests.support.ends import Call, Family, frozen, one_family
 from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
 from tests.support.kinds import Bytes, LocalEnd, Pair, World
-from tests.support.linking import SUCCESS, explain, info, link, unlink
+from tests.support.linking import SUCCESS, explain, info, link, statistics, unlink
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 from tests.support.pairs import TRANSPORTS
 from tests.support.source import run
@@ -324,6 +324,20 @@ def give_and_end(world: World) -> tuple[int, int]:
             time.sleep(0.0005)
     kept.revoke()
     return world.probe.grant_looks()
+
+
+def test_the_newest_ended_grants_are_remembered_and_counted(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(local_pair)
+    monkeypatch.setattr(grants, "_MAX_ENDED", 3)
+    tokens = [local_pair.prompt.do(give, [1]) for _ in range(5)]
+    for token in tokens:
+        local_pair.prompt.do(tell, token.hex(), "revoke")
+    assert local_pair.prompt.do(statistics).tables == {"ended_grants": 3, "peer_secrets": 1, "link_notes": 0}
+    for token in tokens[2:]:
+        with pytest.raises(errors.GrantEnded, match="revoked"):
+            local_pair.decoder.do(claim, token)
+    local_pair.decoder.do(unlink, [info(1, local_pair.prompt.port)])
+    wait_until(lambda: local_pair.prompt.do(statistics).tables["link_notes"] == 1)
 
 
 def test_grants_that_have_ended_leave_little_to_look_at(local_pair: Pair) -> None:

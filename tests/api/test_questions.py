@@ -1,6 +1,8 @@
 """Questions of users' own over a link, callbacks of lost peers, grants for one peer, digests of blocks."""
 
+import os
 import secrets
+import socket
 import sys
 import threading
 from typing import Any, Final
@@ -8,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from faults.strangers import Stranger
 from llm_datadist import CacheKeyByIdAndIndex, LLMException, LLMStatusCode
 from llm_datadist.errors import (
     CacheMismatch,
@@ -21,14 +24,14 @@ from llm_datadist.types.grant import Grant
 from llm_datadist.types.question import PeerQuestion
 from llm_datadist.views import tensor_views
 from tests.support.ends import frozen, one_family
-from tests.support.kinds import Pair, World
+from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, info, link, speaking, unlink
 from tests.support.moves import BLOCKS, Spec, make, show, wait_until
 from tests.support.wire import messages
 
 pytestmark = pytest.mark.covers(
     "LLMDataDist: answer_questions ask on_peer_lost",
-    "PeerQuestion: answer refuse",
+    "PeerQuestion: answer may origin refuse tenant",
     "CacheManager: digest_blocks release_grant",
     "Cache.grant",
 )
@@ -91,6 +94,55 @@ def test_a_question_is_answered_with_the_peers_own_id(pair: Pair) -> None:
     for body in (b"", b"\0\xff", secrets.token_bytes(messages.MAX_BODY - 64)):
         assert decoder.do(ask, body) == b"2 " + name + b" " + body
     assert decoder.do(ask, b"late one") == b"one"
+
+
+def origins(world: World) -> list[str]:
+    """Return where the peers that asked run, in the order of their questions."""
+    kept: list[PeerQuestion] = world.memory["kept"]
+    return [question.origin for question in kept]
+
+
+def tells_where(world: World) -> None:
+    world.memory["kept"] = kept = list[PeerQuestion]()
+    world.dd.answer_questions("where", kept.append)
+
+
+@pytest.mark.parametrize("pair", ["shm", "tcp", "inproc"], indirect=True)
+def test_a_question_says_where_the_kernel_sees_its_peer(pair: Pair) -> None:
+    prompt, decoder = pair.start()
+    for asker, owner, peer in ((decoder, prompt, 1), (prompt, decoder, 2)):
+        owner.do(tells_where)
+        with pytest.raises(DeadlineExceeded):
+            asker.do(ask_where, peer)
+        pid = asker.do(own_pid)
+        over_tcp = f"uid {os.geteuid()}" if owner is prompt else "127.0.0.1"  # dialled
+        wait_until(lambda: len(owner.do(origins)) == 1)  # noqa: B023 (called here)
+        assert owner.do(origins) == [over_tcp if pair.transport == "tcp" else f"pid {pid}"]
+
+
+def own_pid(world: World) -> int:
+    return os.getpid()
+
+
+def ask_where(world: World, peer: int) -> None:
+    world.dd.ask(peer, "where", b"", 1)
+
+
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+def test_links_of_one_process_have_one_origin_whatever_they_say(end: LocalEnd, over: str) -> None:
+    """Other cluster ids, incarnations, pids and loopback addresses are words of the peer."""
+    end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
+    end.do(tells_where)
+    for cluster_id in (66, 67):
+        with Stranger(end.port, cluster_id) as stranger:
+            stranger.sock.close()
+            source = f"127.0.0.{cluster_id}", 0
+            stranger.sock = socket.create_connection(("127.0.0.1", end.port or 0), 60, source_address=source)
+            stranger.link(over=over, pid=cluster_id, host=f"host {cluster_id}")
+            stranger.say(messages.Question(1, "where", b"", 1000))
+            stranger.is_served()
+    assert set(end.do(origins)) == {f"pid {os.getpid()}" if over == "shm" else f"uid {os.geteuid()}"}
+    assert end.do(kept) == 2
 
 
 def test_a_refused_question_has_status_and_text_and_the_link_stays(shm_pair: Pair) -> None:

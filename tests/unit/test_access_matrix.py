@@ -1,9 +1,10 @@
-"""What a peer may do with a cache, asked of all three servers: resolves, data lanes, checksums.
+"""What a peer may do with a cache, asked of all three servers: resolves, data lanes, checksums; and who may ask.
 
 ``access_matrix.txt`` was measured on the code before there was an ``AccessPolicy``. Each cell is one answer:
 
 - ``pin``, ``keep``: resolved, with a pin or without one; ``@`` says that the memory is named by address
 - ``yes``: a data lane or a checksum is served
+- ``yes``: a question is answered; ``none``: LLM_FEATURE_NOT_ENABLED, it has no handler
 - ``no``: refused with LLM_PARAM_INVALID; ``gone``: LLM_KV_CACHE_NOT_EXIST, there is no such cache, key or pin
 
 A read by key (``key`` over a lane) that cannot be pinned is ``gone``, whatever the reason: a resolve says what it is.
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import pytest
@@ -30,19 +31,31 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN, key_of
 from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, PeerCacheView
-from llm_datadist._links.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved, Verify
+from llm_datadist._links.messages import Consumed, Failed, Guarded, Question, Release, Resolve, Resolved, Verify
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumTarget
 from llm_datadist._transfer.handles import Handle, KeyHandle, encode_handle
+from llm_datadist._transfer.questions import Questions
 from llm_datadist._transfer.target import Target
 from llm_datadist._transport.moves import MoveRequest
 from llm_datadist.config import Options
+from llm_datadist.errors import ParamError
+from llm_datadist.types.question import PeerQuestion
 
 _BOTH: Final = (False, True)
 _REFUSALS: Final = {LLMStatusCode.LLM_PARAM_INVALID: "no", LLMStatusCode.LLM_KV_CACHE_NOT_EXIST: "gone"}
+_RIGHTS: Final = ("link", "pull", "push", "locate", "consume", "ask")
+#: Columns of the questions: rules of the peer's entry, or of the policy without one.
+_ASKERS: Final[dict[str, dict[str, Any] | None]] = {
+    "no-policy": None,
+    "ask": {"ask": True},
+    "all-but-ask": {right: True for right in _RIGHTS if right != "ask"},
+    "nothing": {},
+    "others-ask": {"ask": False},  # the others may
+}
 
 
 class Asker(Link):
@@ -53,7 +66,8 @@ class Asker(Link):
         self.caches = PeerCacheView()
         able = SimpleNamespace(shared_regions=True, remote_guards=False)
         self.connection: Any = SimpleNamespace(capabilities=able, reaching=lambda _: SimpleNamespace(capabilities=able))
-        self.peer: Any = SimpleNamespace(cluster_id=2)
+        self.peer: Any = SimpleNamespace(cluster_id=2, incarnation=bytes(16))
+        self.origin: Any = SimpleNamespace(behind="pid 1")
         self.peer_reported = 0
 
     def tell(self, message: Any) -> None:
@@ -147,6 +161,21 @@ def _cells(verb: str, push: bool, kind: str, shared: bool) -> Iterator[str]:
             yield (bench.lane if verb == "lane" else bench.checksum)(link, push, pin)
 
 
+def _asked(rules: dict[str, Any] | None, *, served: bool) -> str:
+    peers = None
+    if rules is not None:
+        others = {"*": {"ask": True}} if "ask" in rules and not rules["ask"] else {}
+        peers = PeerPolicy.parse("llm.PeerPolicy", json.dumps({"2": rules} | others))
+    questions, link = Questions(AccessPolicy(cast("Any", None), peers)), Asker()
+    if served:
+        questions.serve("name", lambda question: b"")
+    questions.on_question(link, Question(1, "name", b"", 100))
+    told = link.told.get()
+    if isinstance(told, Failed):
+        return "none" if told.code == LLMStatusCode.LLM_FEATURE_NOT_ENABLED else "no"
+    return "yes"
+
+
 def test_every_server_answers_as_the_table_says() -> None:
     """One line for each verb, kind of cache and remote_accessible."""
     lines, kinds = [], ("row", "row-registered", "blocks", "blocks-registered", "mix-registered", "none")
@@ -158,6 +187,12 @@ def test_every_server_answers_as_the_table_says() -> None:
             rows.append((head, _cells(verb, push, kind, shared)))
         lines += [f"{head:<43}" + " ".join(f"{each:<17}" for each in cells) for head, cells in rows]
         lines.append("")
+    asking = [("ask", iter(_ASKERS))]
+    for served in (True, False):
+        cells = [_asked(rules, served=served) for rules in _ASKERS.values()]
+        asking.append((f"ask {'handler' if served else 'no-handler'}", iter(cells)))
+    lines += [f"{head:<43}" + " ".join(f"{each:<17}" for each in cells) for head, cells in asking]
+    lines.append("")
     table = Path(__file__).with_name("access_matrix.txt").read_text()
     assert [line.rstrip() for line in lines[:-1]] == table.splitlines()
 
@@ -186,6 +221,42 @@ def test_a_peer_policy_takes_rights_away_at_every_server(rules: dict[str, Any], 
         found += [bench.lane(link, push, 0) for push in _BOTH]
         found += [bench.checksum(link, push, 0) for push in _BOTH]
     assert " ".join(found) == answers
+
+
+def test_a_peer_without_ask_is_told_the_option_and_not_whether_there_is_a_handler() -> None:
+    texts = set()
+    for served in _BOTH:
+        questions, link = Questions(AccessPolicy(cast("Any", None), _policy(link=True, pull=True, push=True))), Asker()
+        if served:
+            questions.serve("name", lambda question: b"")
+        questions.on_question(link, Question(1, "name", b"", 100))
+        texts.add((told := link.told.get()).text)
+        assert (told.id, told.code) == (1, LLMStatusCode.LLM_PARAM_INVALID)
+    assert texts == {"llm.PeerPolicy of the owner does not allow cluster 2 to ask"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "tenant", "rights"),
+    [
+        (None, "", ["pull", "push", "locate", "consume"]),
+        ({"ask": True}, "", []),
+        ({"ask": True, "pull": True, "tenant": "a"}, "a", ["pull"]),
+        ({"ask": True, "push": True, "consume": True, "locate": True}, "", ["push", "locate", "consume"]),
+    ],
+)
+def test_a_question_has_the_tenant_and_the_rights_of_its_peers_entry(
+    rules: dict[str, Any] | None, tenant: str, rights: list[str]
+) -> None:
+    asked: list[PeerQuestion] = []
+    questions = Questions(AccessPolicy(cast("Any", None), None if rules is None else _policy(**rules)))
+    questions.serve("name", asked.append)
+    questions.on_question(Asker(), Question(1, "name", b"", 100))
+    (question,) = asked
+    assert (question.tenant, question.origin) == (tenant, "pid 1")
+    assert [right for right in ("pull", "push", "locate", "consume") if question.may(right)] == rights
+    with pytest.raises(ParamError, match="right: 'link' is not one of pull, push, locate, consume"):
+        question.may("link")
+    question.answer(b"")
 
 
 def test_a_pin_stands_for_the_key_by_which_it_was_resolved() -> None:

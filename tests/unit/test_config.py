@@ -187,7 +187,8 @@ def test_a_minimal_dict_has_defaults_is_not_changed_and_the_result_is_frozen(mon
         "transfer_backend=None, enable_switch_role=False, link_total_time=120, link_retry_count=1, "
         "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
         "checksum=False, tracing=False, statistics_page=True, max_links=256, write_by_address=True, credentials=None, "
-        "max_link_age=None, insecure=False, same_host_users=frozenset(), peer_policy=None, nixl_fallback=False, "
+        "max_link_age=None, insecure=False, same_host_users=frozenset(), same_user_only=False, "
+        "peer_policy=None, nixl_fallback=False, "
         "nixl_plaintext=False, strict_types=False)"
     )
     assert given == DEVICE
@@ -216,6 +217,7 @@ PARSED: list[tuple[str, str, dict[str, object]]] = [
     ("llm.Tracing", "tracing", {"0": False, "1": True}),
     ("llm.MaxLinks", "max_links", {"1": 1, "4294967295": 2**32 - 1}),
     ("llm.WriteByAddress", "write_by_address", {"0": False, "1": True}),
+    ("llm.SameUserOnly", "same_user_only", {"0": False, "1": True}),
     ("llm.SameHostUsers", "same_host_users", {"1001": {1001}, "root, 7": {0, 7}}),
 ]
 

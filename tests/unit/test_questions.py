@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from llm_datadist._links.messages import Answer, Question
+from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.questions import Questions
 from llm_datadist.types.question import PeerQuestion
 
@@ -13,13 +14,14 @@ from llm_datadist.types.question import PeerQuestion
 class _Link:
     def __init__(self, told: list[Any]) -> None:
         self.peer = SimpleNamespace(cluster_id=2, incarnation=b"x")
+        self.origin = SimpleNamespace(behind="pid 1")
         self.tell = told.append
 
 
 def test_an_answer_after_the_end_of_its_link_leaves_nothing() -> None:
     told: list[Any] = []
     ended, other = (cast("Any", _Link(told)) for _ in range(2))
-    questions, kept = Questions(), list[PeerQuestion]()
+    questions, kept = Questions(AccessPolicy(cast("Any", None))), list[PeerQuestion]()
     questions.serve("later", kept.append)
     for link in (ended, other):
         questions.on_question(link, Question(1, "later", b"", 100))

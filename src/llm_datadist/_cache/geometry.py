@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist import _native
+from llm_datadist._checks import clean
 from llm_datadist._native import BlockList, BlockPlanner, Plan
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
 from llm_datadist.types.data_type import DataType
@@ -109,7 +110,7 @@ def _decode(raw: bytes) -> Geometry:
     try:
         geometry = _decoder.decode(raw)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"peer sent an invalid cache geometry: {error}") from error
+        raise ProtocolError(f"peer sent an invalid cache geometry: {clean(str(error))}") from error
     sound = (
         0 < geometry.num_tensors <= _MAX_TENSORS
         and geometry.rows > 0

@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llm_datadist._checks import clean
 from llm_datadist._links.messages import CommunicatorId
 from llm_datadist.metrics import CommunicatorStatistics
 from llm_datadist.types.enums import RegisterMemStatus
@@ -114,5 +115,5 @@ class Communicator:
         )
 
     def __str__(self) -> str:
-        name = "".join(c if c.isprintable() else "?" for c in self.plan.name)
+        name = clean(self.plan.name)
         return f"communicator {self.comm_id} {name!r}"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from llm_datadist._checks import clean
 from llm_datadist._links.tls_session import Context, TlsSession
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
@@ -171,7 +172,8 @@ class Credentials:
             return
         names = tls.names()
         if not {f"{CLUSTER_URI}{cluster_id}", f"{CLUSTER_URI}*"}.intersection(names):
-            raise AuthFailed(f"it says it is cluster {cluster_id}, its certificate names {', '.join(names) or 'none'}")
+            shown = clean(", ".join(names)) or "none"
+            raise AuthFailed(f"it says it is cluster {cluster_id}, its certificate names {shown}")
 
 
 def _contexts(files: CredentialFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:

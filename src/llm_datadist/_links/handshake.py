@@ -49,6 +49,8 @@ from llm_datadist._transport.address import (
     resolve,
     shut_down,
 )
+from llm_datadist._transport.peer_memory import why_other_user
+from llm_datadist.config import AUTH_SECRET, INSECURE, SAME_USER_ONLY
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
 
@@ -78,6 +80,10 @@ _ACCEPT_PAUSE_SECONDS: Final = 1.0
 _NOT_AUTHENTICATED: Final = Refused(
     int(LLMStatusCode.LLM_LINK_FAILED), "this listener asks for authentication", authentication=True
 )
+_OTHER_USERS: Final = (
+    f"{SAME_USER_ONLY}=1 links no other users unless both sides have credentials ({AUTH_SECRET}, --secrets of "
+    f"llm-datadist store) or {INSECURE}=1 believes everybody"
+)
 M = TypeVar("M", bound="Message")
 
 
@@ -92,6 +98,7 @@ class Endpoint:
     check_reach: Callable[[str], None]  # raises ParamError to forbid a host
     require_link: Callable[[int], None]  # raises AuthFailed if the cluster may not link; any thread
     offered_to: Callable[[int], Exports | LinkRefused]  # exports that the cluster may map, or why none; any thread
+    users: frozenset[int] | None = None  # of this host that may link, with this process's own; None: all
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
 
     def session(self, *, server_side: bool) -> TlsSession | None:
@@ -101,6 +108,11 @@ class Endpoint:
         if self.credentials is None:
             return None
         return Renewal(self.credentials.session, lambda tls: self.check_identity(tls, peer), secret, dialled=dialled)
+
+    def why_not_user(self, sock: socket.socket) -> str:
+        """Return why the peer's user may not link; empty if it may."""
+        why = "" if self.users is None else why_other_user(sock, self.users)
+        return f"{why}; {_OTHER_USERS}" if why else ""
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of a new greeting, but for its offers."""
@@ -313,6 +325,8 @@ class Dial(AbstractContextManager["Dial"]):
     def _open(self, welcome: Welcome, wanted: int | None) -> None:
         """Check the peer, then open the data path."""
         endpoint, meeting, frames = self._endpoint, self._meeting, self._frames
+        if why := endpoint.why_not_user(frames.socket):
+            raise AuthFailed(why)
         self._spoken = endpoint.agree(welcome)
         endpoint.check_identity(frames.tls, welcome)
         _check_place(welcome, meeting.here)
@@ -349,6 +363,7 @@ class Dial(AbstractContextManager["Dial"]):
         return linked.sequence
 
     def take(self, sequence: int, peer_sequence: int) -> NewLink:
+        behind = self._meeting.behind(self._frames.address[0])
         self._undo.pop_all()
         self._meeting.close()
         by_communicator = self._communicator is not None
@@ -360,6 +375,7 @@ class Dial(AbstractContextManager["Dial"]):
             address=None if by_communicator else self._address,
             reconnected=self._incarnation is not None,
             by_communicator=by_communicator,
+            behind=behind,
         )
         renewal = self._endpoint.renewal(self._welcome, self._meeting.secret, dialled=True)
         link = Link(self.peer, self._connection, self._meeting.choice, origin, self._spoken, renewal)
@@ -561,6 +577,9 @@ class Listener:
         frames = _AsyncFrames(loop, sock, source)
         await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
         hello = await frames.receive(Hello)
+        if why := self._endpoint.why_not_user(sock):
+            await frames.send(Refused(int(LLMStatusCode.LLM_LINK_FAILED), why, authentication=True))
+            raise AuthFailed(why)
         try:
             self._endpoint.check_identity(frames.tls, hello)
         except AuthFailed:
@@ -660,7 +679,7 @@ class Listener:
         """Open the data path if both sides chose alike, and install the link."""
         mine = meeting.choose()
         if theirs.transport != mine.name:
-            there = " ".join(f"{theirs.transport} ({theirs.reason})".split())
+            there = f"{theirs.transport} ({theirs.reason})"
             raise LinkRefused(f"the sides chose different transports: {there} there, {mine.name} ({mine.reason}) here")
         meeting.yield_to(theirs.private)
         connection = meeting.open()
@@ -672,6 +691,7 @@ class Listener:
                 peer_sequence=theirs.sequence,
                 reconnected=hello.reconnects,
                 source=frames.source,
+                behind=meeting.behind(frames.source),
                 by_communicator=by_communicator,
                 greetings=[msgspec.structs.replace(hello, offers={})] if by_communicator else [],
             )

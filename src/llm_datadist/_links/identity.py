@@ -19,7 +19,7 @@ import msgspec
 if TYPE_CHECKING:
     from llm_datadist._links.messages import Greeting
 
-#: Secrets kept; the oldest goes first, as if never met.
+#: Secrets kept, 1 MiB: four times the links of the default ``llm.MaxLinks``. The oldest goes first, as if never met.
 _MAX_SECRETS: Final = 4096
 SHARE_BYTES: Final = 32
 DIALER, LISTENER = b"initiator", b"target"  # roles in proofs, on the wire
@@ -48,6 +48,11 @@ class PeerSecrets:
 
     def __init__(self) -> None:
         self._secrets: dict[bytes, bytes] = {}
+
+    @property
+    def kept(self) -> int:
+        """Number of secrets."""
+        return len(self._secrets)
 
     def prove(self, peer: bytes, role: bytes, transcript: Transcript) -> bytes:
         """Return this side's proof for a peer; empty without a secret."""

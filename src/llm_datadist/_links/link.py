@@ -47,9 +47,7 @@ class Peer:
         return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host)
 
     def __str__(self) -> str:
-        # The peer's text, on one line.
-        host = "".join(c if c.isprintable() else "?" for c in self.host[:255])
-        return f"cluster {self.cluster_id} (pid {self.pid} on {host})"
+        return f"cluster {self.cluster_id} (pid {self.pid} on {self.host})"
 
 
 class LinkState(Enum):
@@ -129,6 +127,7 @@ class LinkOrigin:
     address: tuple[str, int] | None = None  # to redial
     reconnected: bool = False  # restored after a loss; ``link_clusters`` may still request it
     source: str = ""  # the dialling peer's address
+    behind: str = ""  # process, user or address of the peer; as the kernel says, not the peer
     by_communicator: bool = False  # made for communicators, not for ``link_clusters``
     greetings: list[Hello] = field(default_factory=list)  # for communicators, until the peer answers a Ping
     requested: bool = field(init=False)  # by ``link_clusters`` of this side

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from llm_datadist._checks import clean
 from llm_datadist._transport.address import preamble
 from llm_datadist.errors import (
     AuthFailed,
@@ -395,6 +396,17 @@ encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
+#: Texts of a peer, which :func:`decode` cleans, and their most characters.
+_TEXTS: Final[dict[type[Message], dict[str, int]]] = {
+    Hello: {"host": 255},
+    Welcome: {"host": 255},
+    Refused: {"text": 4096},
+    TransportChoice: {"transport": 64, "reason": 4096},
+    Failed: {"text": 4096},
+    ClaimOver: {"why": 4096},
+}
+
+
 def frame(message: Message) -> bytes:
     """Return a whole frame. Raises ProtocolError above :data:`FRAME_LIMIT`."""
     payload = encode(message)
@@ -407,8 +419,11 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
     """Return the message. Raises ProtocolError if it is malformed."""
     try:
         message: Message = _decoder.decode(payload)
+        if (texts := _TEXTS.get(type(message))) is not None:
+            cleaned = {name: clean(getattr(message, name), most) for name, most in texts.items()}
+            message = msgspec.structs.replace(message, **cleaned)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
+        raise ProtocolError(f"peer sent what is no message of this protocol: {clean(str(error))}") from error
     return message
 
 
@@ -434,12 +449,12 @@ def failed(number: int, error: LLMException) -> Failed:
 
 def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:
     status = code_2_status(message.code) or LLMStatusCode.LLM_FAILED  # not success (interface R29)
-    return RemoteFailure(" ".join(message.text.splitlines()), status_code=status, peer=peer, phase=phase)
+    return RemoteFailure(message.text, status_code=status, peer=peer, phase=phase)
 
 
 def remote_refusal(message: Refused, what: str) -> LinkRefused | AuthFailed:
     """Return the error that a listener reported; ``what`` was asked for."""
-    text = f"{what}: refused: {' '.join(message.text.split())}"
+    text = f"{what}: refused: {message.text}"
     if message.authentication:
         return AuthFailed(text)
     return LinkRefused(text, status_code=code_2_status(message.code) or LLMStatusCode.LLM_LINK_FAILED)

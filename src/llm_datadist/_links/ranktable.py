@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist._checks import check_rule, is_digits, is_ip
+from llm_datadist._checks import check_rule, clean, is_digits, is_ip
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RankTable:
         try:
             table = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ParamError(f"rank_table: not valid JSON: {' '.join(str(error).split())}") from None
+            raise ParamError(f"rank_table: not valid JSON: {clean(str(error))}") from None
         check_rule(isinstance(table, dict), f"rank_table: {_kind(table)}, a JSON object is needed")
         addresses: dict[int, str | None] = {}
         for where, server in _entries("rank_table.server_list", table.get("server_list")):

@@ -1,4 +1,4 @@
-"""Permissions of peers, for handshakes, resolves, move requests, reports, checksums, claims and look-ups."""
+"""Permissions of peers: handshakes, resolves, move requests, reports, checksums, claims, look-ups, questions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from llm_datadist._links.link import Link
 from llm_datadist._policy import Permissions
 from llm_datadist.config import PEER_POLICY
 from llm_datadist.errors import AuthFailed, LinkRefused, ParamError
+from llm_datadist.types.question import RIGHTS, Asker
 
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Binding, Entry, Key
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from llm_datadist._policy import PeerPolicy
 
 _NOTHING: Final = Permissions()
-_ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=True)
+_ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=True, ask=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,16 @@ class AccessPolicy:
     def require_locate(self, link: object) -> None:
         if not self._may(link).locate:
             raise _denied(link, "locate")
+
+    def require_ask(self, link: object) -> None:
+        if not self._may(link).ask:
+            raise _denied(link, "ask")
+
+    def asker(self, link: Link) -> Asker:
+        """Return who asks a question over a link."""
+        peer, may = link.peer, self._may(link)
+        rights = frozenset(right for right in RIGHTS if getattr(may, right))
+        return Asker(peer.cluster_id, peer.incarnation.hex(), link.origin.behind, may.tenant, rights)
 
     def require_key(self, link: object, key: Key) -> None:
         models = self._may(link).models

@@ -215,7 +215,7 @@ class Comparison:
         code = failure.status_code
         if code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
             code = LLMStatusCode.LLM_FAILED
-        text = " ".join(f"{self.what}: {self.link.peer} could not confirm the bytes: {failure}".splitlines())
+        text = f"{self.what}: {self.link.peer} could not confirm the bytes: {failure}"
         return TransferFailed(text, status_code=code, peer=failure.peer, phase="verify")
 
 

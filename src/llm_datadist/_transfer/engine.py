@@ -98,7 +98,7 @@ class Engine:
             undo.callback(self._control.stop)
             self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at, self._link_to)))
             self.store.freed = self.grants.drop_cache
-            self.questions = Questions()
+            self.questions = Questions(access)
             self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
             self.target = Target(self.store, access, self._control.expect)
             self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))
@@ -161,6 +161,7 @@ class Engine:
             check_reach=partial(options.check_reach, "link"),
             require_link=self._access.require_link,
             offered_to=self._access.offered_to,
+            users=options.linked_users,
         )
         return LinkManager(self._control, endpoint, options, handlers, self._on_link_end, self._on_tick)
 
@@ -287,6 +288,7 @@ class Engine:
             operations=self.meters.totals(),
             links_lost=self.links.lost,
             reconnects=self.links.reconnected,
+            tables={"ended_grants": self.grants.ended, **self.links.tables},
         )
 
     def check_integrity(self) -> None:

@@ -65,7 +65,7 @@ _MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is 
 _MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
 _FEW: Final = 64  # expiries of ended grants that are kept in any case
 _CLOCK_STEP: Final = 0.001  # seconds, above the resolution by which asyncio calls early
-_MAX_ENDED: Final = 1 << 16  # ended grants remembered, so that their claims do not wait
+_MAX_ENDED: Final = 1 << 14  # ended grants remembered, 3 MiB, so that their claims do not wait
 
 
 def check_token(token: object) -> bytes:
@@ -278,6 +278,11 @@ class Grants:
                 revoked=self._ends[_REVOKED],
                 lost=self._ends[READER_LOST],
             )
+
+    @property
+    def ended(self) -> int:
+        """Number of ended grants whose reason is remembered."""
+        return len(self._ended)
 
     def on_claim(self, link: Link, message: Claim) -> None:
         token = message.token
@@ -527,7 +532,7 @@ def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantE
 
 
 def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
-    why = "" if told is None else f": {' '.join(told.why.split())}, {told.ms / 1e3:.1f} s ago"
+    why = "" if told is None else f": {told.why}, {told.ms / 1e3:.1f} s ago"
     return GrantEnded(f"{what} has ended{why}", peer=link.peer.cluster_id, phase="claim")
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from llm_datadist._cache.geometry import Geometry  # noqa: TC001 (msgspec evaluates annotations)
 from llm_datadist._cache.registry import FIRST_NAMED_PIN
+from llm_datadist._checks import clean
 from llm_datadist._links.messages import U64, Guarded, Id  # noqa: TC001 (as above)
 from llm_datadist.errors import ProtocolError
 
@@ -45,5 +46,5 @@ def decode_handle(data: bytes) -> Handle | KeyHandle:
     try:
         handle: Handle | KeyHandle = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"move request: invalid handle: {error}") from error
+        raise ProtocolError(f"move request: invalid handle: {clean(str(error))}") from error
     return handle

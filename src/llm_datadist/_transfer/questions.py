@@ -12,7 +12,7 @@ from llm_datadist._checks import check_rule, check_text, check_type
 from llm_datadist._links.messages import MAX_BODY, Answer, Question, RemoteFailure, failed
 from llm_datadist._links.versions import QUESTIONS
 from llm_datadist._log import logger
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ParamError, ProtocolError
 from llm_datadist.types.question import PeerQuestion
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
+    from llm_datadist._transfer.access import AccessPolicy
 
     Handler = Callable[[PeerQuestion], bytes | None]
 
@@ -46,7 +47,8 @@ def check_body(name: str, body: object) -> bytes:
 class Questions:
     """Handlers of this instance. Threads: control for questions, any for the rest; handlers run outside the lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: AccessPolicy) -> None:
+        self._access = access
         self._lock = threading.Lock()
         self._handlers: dict[str, Handler] = {}
         self._lost: list[Callable[[int, str], None]] = []
@@ -64,7 +66,12 @@ class Questions:
             self._lost.append(callback)
 
     def on_question(self, link: Link, message: Question) -> None:
-        peer, busy = link.peer, LLMStatusCode.LLM_LINK_BUSY
+        try:
+            self._access.require_ask(link)  # first: nobody else learns which questions are answered
+        except ParamError as error:
+            link.tell(failed(message.id, error))
+            return
+        busy = LLMStatusCode.LLM_LINK_BUSY
         with self._lock:
             handler, full = self._handlers.get(message.name), self._unanswered[link] >= _MAX_UNANSWERED
             self._unanswered[link] += not full
@@ -73,7 +80,7 @@ class Questions:
             link.tell(failed(message.id, LinkError(text, status_code=busy)))
             return
         send = partial(self._send, link, message.id, [True])
-        question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, send)
+        question = PeerQuestion(self._access.asker(link), message.body, message.budget_ms, send)
         if handler is not None:
             with suppress(BaseException):  # it is logged, and ends no thread of the library
                 question.answer_by(partial(handler, question))

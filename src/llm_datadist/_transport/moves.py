@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from llm_datadist import _native
+from llm_datadist._checks import clean
 from llm_datadist._native import MAX_REQUEST_RUNS, check_plan
 from llm_datadist._native.lane_engine import CHANGED
 from llm_datadist._transport.connection import MemoryChanged
@@ -85,7 +86,7 @@ def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:
 
 def status_of(error: LLMException) -> tuple[int, str]:
     """Return a refusal for the wire: a u32 status, never success, and one line."""
-    return int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED), " ".join(str(error).split())[:4000]
+    return int(error.status_code) & 0xFFFFFFFF or int(LLMStatusCode.LLM_FAILED), clean(str(error), 4000)
 
 
 def is_one_request(plan: Plan) -> bool:
@@ -94,7 +95,7 @@ def is_one_request(plan: Plan) -> bool:
 
 def refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
     code = code_2_status(outcome.code)  # the engine's codes are small numbers, unlike every status
-    text = " ".join(f"{progress}: the peer refused: {outcome.text}".splitlines())
+    text = f"{progress}: the peer refused: {clean(outcome.text)}"
     if not untouched:
         return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")
     if outcome.code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):

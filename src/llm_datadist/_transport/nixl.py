@@ -25,7 +25,7 @@ from weakref import WeakSet
 import msgspec
 import numpy as np
 
-from llm_datadist._checks import HERE
+from llm_datadist._checks import HERE, clean
 from llm_datadist._log import logger
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
@@ -578,7 +578,7 @@ def _answer_of(data: bytes) -> _Answer:
     try:
         return _decode_answer(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"nixl: the peer sent no answer: {error}") from error
+        raise ProtocolError(f"nixl: the peer sent no answer: {clean(str(error))}") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -631,7 +631,7 @@ class NixlWorker:
         try:
             request = _ask_decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"nixl: a request that is none: {error}") from error
+            raise ProtocolError(f"nixl: a request that is none: {clean(str(error))}") from error
         nbytes = len(data) + _REQUEST_BYTES
         full = self.waiting_bytes + nbytes > _MAX_WAITING_BYTES  # only this thread adds
         if not isinstance(request, Ask):
@@ -778,7 +778,7 @@ class NixlWorker:
             else:
                 self._write(served)
         except (NixlFailed, LLMException) as error:  # of NIXL, unless one of these reasons holds
-            code, text = LOST, " ".join(str(error).split())[:4000]
+            code, text = LOST, clean(str(error), 4000)
             if served.cancelled:
                 code, text = CHANGED, "the memory was taken back"
             elif time.monotonic() >= served.until:

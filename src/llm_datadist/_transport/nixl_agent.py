@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import numpy as np
 
+from llm_datadist._checks import clean
 from llm_datadist._log import logger
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class NixlFailed(Exception):
     """Failure inside NIXL; bytes may have moved, and may still."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(" ".join(text.split()))  # a part may be a peer's text
+        super().__init__(clean(text))  # a part may be a peer's text
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

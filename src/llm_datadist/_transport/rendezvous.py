@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import msgspec
 
+from llm_datadist._checks import clean
 from llm_datadist._memory.exports import ADDRESS_SPACE, Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import close_elsewhere, closing
@@ -95,9 +96,9 @@ def decode(data: bytes) -> RendezvousHello | Refusal:
             raise ProtocolError(f"same-host packets of version {version} are not understood here, only {VERSION}")
         value: RendezvousHello | Refusal = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"same-host packet of {len(data)} bytes is malformed: {error}") from error
+        raise ProtocolError(f"same-host packet of {len(data)} bytes is malformed: {clean(str(error))}") from error
     if isinstance(value, Refusal):
-        return value
+        return Refusal(clean(value.reason))
     regions = [descriptor.region for descriptor in value.regions]
     if len(set(regions)) != len(regions):
         raise ProtocolError(f"same-host hello names a region twice: {regions}")

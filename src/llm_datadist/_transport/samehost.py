@@ -300,7 +300,7 @@ def _check_answer(packet: Packet, name: str, token: bytes) -> RendezvousHello:
     except ProtocolError as error:
         raise LinkRefused(f"same-host listener {name!r} answered nonsense: {error}") from error
     if isinstance(answer, Refusal):
-        raise LinkRefused(f"same-host listener {name!r} refused: {' '.join(answer.reason.split())}")
+        raise LinkRefused(f"same-host listener {name!r} refused: {answer.reason}")
     if answer.token != token:
         raise LinkRefused(f"same-host listener {name!r} answered with another token")
     return answer

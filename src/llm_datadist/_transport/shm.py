@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
 
 COOKIE_BYTES: Final = 16
+_MAX_NAME: Final = 256  # of the peer's listener: a unix socket has fewer bytes
 _CAPABILITIES = Capabilities("shm", shared_regions=True, non_pool_memory=False)
 
 
@@ -48,7 +49,7 @@ class ShmTransport(Transport):
         if isinstance(meeting.offered, LinkError):
             meeting.bring(meeting.offered)
             return
-        name = meeting.theirs.get(self.name, b"")[COOKIE_BYTES:].decode(errors="replace")
+        name = meeting.theirs.get(self.name, b"")[COOKIE_BYTES:][:_MAX_NAME].decode(errors="replace")
         try:
             meeting.bring(_proven(meeting, exchange_memory(name, meeting.token, meeting.offered, deadline)))
         except LinkError as error:

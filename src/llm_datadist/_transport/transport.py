@@ -6,13 +6,14 @@ package, the options and the tools name transports.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Candidate, Choice, Verdict, agree, choose, yield_to
 from llm_datadist._transport.connection import Connection, DataPath
-from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.peer_memory import PeerMemory, peer_uid
 from llm_datadist.errors import LinkError, LinkRefused
 
 if TYPE_CHECKING:
@@ -208,6 +209,15 @@ class Meeting:
             shared.close()
             raise
         return DataPath(shared, private)
+
+    def behind(self, host: str) -> str:
+        """Return the process, user or address behind the link, as the kernel says; ``host`` is across the socket."""
+        if self.here is not None:
+            return f"pid {os.getpid()}"
+        if isinstance(self.memory, PeerMemory) and self.memory.pid:
+            return f"pid {self.memory.pid}"
+        uid = -1 if self.dialled or self.sock is None else peer_uid(self.sock)
+        return host.removeprefix("::ffff:") if uid < 0 else f"uid {uid}"
 
     def close(self) -> None:
         """Give back what no connection uses. Idempotent."""

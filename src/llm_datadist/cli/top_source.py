@@ -14,7 +14,8 @@ from typing import IO, TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-from llm_datadist._statistics_page import PAGE_VERSION, Instance
+from llm_datadist._checks import clean
+from llm_datadist._statistics_page import PAGE_VERSION, Instance, cleaned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +119,7 @@ class Remote:
                 f"{self._host} has another version of open-datadist: its statistics have version "
                 f"{found.page_version}, here {PAGE_VERSION}"
             )
-        return found.instances
+        return [cleaned(each) for each in found.instances]
 
     def _why_it_ended(self) -> str:
         assert self.ssh is not None
@@ -128,7 +129,7 @@ class Remote:
             return f"ssh to {self._host} has closed its output"
         self._complaints.seek(0)
         said = self._complaints.read().strip().rsplit("\n", 1)[-1]
-        return f"ssh to {self._host} ended with status {status}: {said or 'it said nothing'}"
+        return f"ssh to {self._host} ended with status {status}: {clean(said) or 'it said nothing'}"
 
     def _fail(self, why: str) -> NoReturn:
         self.close()

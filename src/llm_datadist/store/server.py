@@ -446,5 +446,6 @@ def _options(memory: int, listen: str) -> dict[str, str]:
         "llm.EnableCacheManager": "1",
         "llm.listenIpInfo": listen,
         "llm.SyncKvCacheWaitTime": str(_PULL_MS),
+        "llm.SameUserOnly": "1",
         "llm.MemPoolConfig": json.dumps({"memory_size": memory, "page_shift": _PAGE_SHIFT}),
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from llm_datadist._checks import check_rule
 from llm_datadist._log import logger
 from llm_datadist.errors import LLMException, LLMStatusCode
 
@@ -11,6 +12,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Send = Callable[[bytes | LLMException], None]
+
+
+RIGHTS: Final = ("pull", "push", "locate", "consume")
+"""Rights for :meth:`PeerQuestion.may`."""
+
+
+class Asker(NamedTuple):
+    """Peer that asks a question; the names are those of :class:`PeerQuestion`."""
+
+    cluster_id: int
+    incarnation: str
+    origin: str
+    tenant: str
+    rights: frozenset[str]
 
 
 class PeerQuestion:
@@ -23,16 +38,30 @@ class PeerQuestion:
         incarnation: The peer's ``LLMDataDist.incarnation``.
         body: Bytes of the peer; never trust them.
         budget_ms: Milliseconds for which the peer waits, as it says.
+        tenant: The ``tenant`` of the peer's entry in ``llm.PeerPolicy``; empty without one.
+        origin: Where the peer runs, for fairness: all links of one process of this host that share memory have one.
+            ``pid N`` of that process; ``uid N`` of its user over loopback without shared memory; else the peer's
+            address. The kernel says it, never the peer. For a link that this side dialled it is the dialled address.
     """
 
-    __slots__ = ("_send", "body", "budget_ms", "cluster_id", "incarnation")
+    __slots__ = ("_rights", "_send", "body", "budget_ms", "cluster_id", "incarnation", "origin", "tenant")
 
-    def __init__(self, cluster_id: int, incarnation: str, body: bytes, budget_ms: int, send: Send) -> None:
-        self.cluster_id = cluster_id
-        self.incarnation = incarnation
+    def __init__(self, asker: Asker, body: bytes, budget_ms: int, send: Send) -> None:
+        self.cluster_id, self.incarnation, self.origin, self.tenant, self._rights = asker
         self.body = body
         self.budget_ms = budget_ms
         self._send = send
+
+    def may(self, right: str) -> bool:
+        """Return True if the peer has a right: ``pull``, ``push``, ``locate`` or ``consume``.
+
+        It comes from the peer's entry in ``llm.PeerPolicy``. Without that option every peer has all rights.
+
+        Raises:
+            ParamError: Another right.
+        """
+        check_rule(right in RIGHTS, f"right: {right!r} is not one of {', '.join(RIGHTS)}")
+        return right in self._rights
 
     def answer(self, body: bytes) -> None:
         """Send the answer; the first one counts. Without the link it has no effect.
