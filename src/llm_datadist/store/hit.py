@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_type
+from llm_datadist._checks import HERE, check_type
 from llm_datadist.errors import ParamError
 from llm_datadist.store.messages import NOTHING, Found, HitCopy, decode
 from llm_datadist.types.grant import Grant
@@ -17,7 +17,7 @@ class Hit:
 
     While a hit is not released, the store keeps its slots for this instance, by a grant. It ends with the release, or
     with the link of the instance that looked it up. ``StoreClient.lookup`` makes hits, ``from_bytes`` copies in other
-    processes; releasing a copy has no effect.
+    processes, and a forked child has copies; releasing a copy has no effect.
 
     Attributes:
         namespace: The client's namespace.
@@ -36,7 +36,7 @@ class Hit:
         if sizes != (len(found.slots) / 8, len(found.slots) / 8) or len(found.digests) % 16 or len(parts) > 1:
             raise ParamError(f"hit: {sizes[0]} slots, {sizes[1]} digests do not fit, or a part is missing")
         self._found = found
-        self._held = held  # by this instance, until released
+        self._held = HERE["pid"] if held else None  # by this process, until released
         self.namespace = namespace
         self.grant = Grant.from_bytes(found.grant) if found.grant else None
         self.slots: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(found.slots, "<i8")
@@ -63,9 +63,9 @@ class Hit:
         return cls(copy.namespace, copy.found)
 
     def take(self) -> bool:
-        """Return True once, for the instance that has to release the hit."""
-        held, self._held = self._held, False
-        return held
+        """Return True once, in the process that has to release the hit."""
+        held, self._held = self._held, None
+        return held == HERE["pid"]
 
     def __repr__(self) -> str:
         return f"<Hit of {len(self)} keys in {self.namespace[:4].hex()}: {self.grant!r}>"

@@ -21,7 +21,9 @@ import numpy as np
 
 from llm_datadist._checks import check_int, check_rule
 from llm_datadist._log import logger
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist._memory.unmap import must_not_wait
+from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
+from llm_datadist.datadist import LLMDataDist, tear_down
 from llm_datadist.errors import (
     CacheMismatch,
     DeadlineExceeded,
@@ -30,6 +32,7 @@ from llm_datadist.errors import (
     LLMStatusCode,
     OutOfMemory,
     ParamError,
+    StateError,
 )
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
@@ -88,11 +91,12 @@ class _Space:
         self.sweep_at = 2 * len(left) + _SWEEP_EVERY
 
 
-class StoreServer:
+@public_calls_hold_signals(whole=("__init__", "close", "__exit__"), __init__="_end")
+class StoreServer(OfProcess):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
     Clients are :class:`StoreClient`. The store pulls what they save, digests its copy, and lends slots by grants. It
-    runs without remote cache access, so no peer can write its pool.
+    runs without remote cache access, so no peer can write its pool. In a forked child every call is a StateError.
 
     Args:
         memory: Bytes of the pool, at least 64 KiB for each namespace.
@@ -137,7 +141,7 @@ class StoreServer:
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
         self.datadist.init(_options(size, listen) | given)
         with ExitStack() as undo:
-            undo.callback(self.datadist.finalize)
+            undo.callback(tear_down, self.datadist)
             self._manager = self.datadist.cache_manager
             self._savers = _Savers()
             undo.callback(self._savers.close)
@@ -158,15 +162,30 @@ class StoreServer:
         return port
 
     def close(self) -> None:
-        """End all links and give the memory back. Idempotent."""
-        self._savers.close()
-        self.datadist.finalize()
+        """End all links and give the memory back. Idempotent.
+
+        Inside another call of this thread, as by a finalizer (``__del__``), it happens when that call ends.
+
+        Raises:
+            StateError: Called in a control thread or a thread of this store: it cannot wait for its own end.
+        """
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._close()
+
+    def _close(self) -> None:
+        if must_not_wait() or self._savers.inside():
+            raise StateError(f"close: called in {threading.current_thread().name}; call it from another thread")
+        if not put_off(self._end):
+            self._end()
+
+    def _end(self, _: object = None) -> None:
+        self._savers.close()
+        tear_down(self.datadist)
 
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 
@@ -431,6 +450,10 @@ class _Savers:
     def waiting(self) -> int:
         with self._lock:
             return sum(map(len, self._jobs.values()))
+
+    def inside(self) -> bool:
+        """Return True on one of the threads."""
+        return threading.current_thread() in self._threads
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""
