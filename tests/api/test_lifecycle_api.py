@@ -532,7 +532,8 @@ class Things:
 class AtLine:
     """Calls a function at the n-th line of the library that a call runs in this thread, as the collector might."""
 
-    def __init__(self, wanted: int, function: Callable[[], None]) -> None:
+    def __init__(self, wanted: int, function: Callable[[], None], *beside: str) -> None:
+        self._files = (_PACKAGE, *beside)
         self._wanted = wanted
         self._function = function
         self.seen = 0
@@ -547,7 +548,7 @@ class AtLine:
             self._function()
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        if not frame.f_code.co_filename.startswith(self._files):
             return None
         if event == "line":
             self.seen += 1
@@ -845,13 +846,13 @@ def test_an_interrupted_constructor_leaves_nothing(kind: type[StoreServer | Stor
         made.append(StoreServer(1 << 20) if kind is StoreServer else client_of(datadist))
 
     try:
-        counted = AtLine(0, lambda: None)
+        counted = AtLine(0, lambda: None, threading.__file__)
         counted(make)
         made.pop().close()
         before = census()
         for point in range(1, counted.seen, 1 + counted.seen // 60):
             with pytest.raises(Interrupted):
-                AtLine(point, lambda: signal.raise_signal(signal.SIGUSR1))(make)
+                AtLine(point, lambda: signal.raise_signal(signal.SIGUSR1), threading.__file__)(make)
             assert not made
             wait_until(lambda: census() == before)
     finally:
