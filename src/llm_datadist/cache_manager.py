@@ -273,6 +273,7 @@ class CacheManager(EngineUser):
             ParamError: Not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, a zero or unmapped address,
                 overlapping tensors, a deallocated cache.
             OutOfMemory: No device memory for the staging buffers.
+            StateError: Called inside another call of this thread, as by the device, while a swap with staging runs.
 
         Source: interface §6.9.
         """

@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from contextlib import contextmanager
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from weakref import WeakSet
 
 from llm_datadist._checks import (
     check_enabled,
@@ -28,14 +30,20 @@ from llm_datadist._checks import (
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
-from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
+from llm_datadist._native.signals import (
+    hold_signals,
+    inside_another_call,
+    public_calls_hold_signals,
+    put_off,
+    require_outermost,
+)
 from llm_datadist._transfer import linking, questions
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
 from llm_datadist.types import LLMClusterInfo, LLMRole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
@@ -99,11 +107,12 @@ class LLMDataDist:
             OutOfMemory: A pool exceeds the host or its cgroup (interface R11), or no memory is left.
             LinkError: The listen address cannot be bound (``LLM_FAILED``).
             LLMException: No descriptor, thread or address space is left (``LLM_FAILED``).
+            StateError: Called in a callback while ``init``, ``finalize`` or ``switch_role`` runs.
 
         Source: interface §3.1.
         """
         life = self._life
-        with life.lock:
+        with life.changing("init"):
             life.init_undoable = life.engine is None
             if not life.init_undoable:
                 return
@@ -125,8 +134,9 @@ class LLMDataDist:
     def finalize(self) -> None:
         """Close links, listener, pools and tables; peers only see their links end.
 
-        Managers become unusable (interface R21); NumPy views stay readable. Inside another call of this thread, as by a
-        finalizer (``__del__``), it happens when that call ends.
+        Managers become unusable (interface R21); NumPy views stay readable. If another thread finalizes already, the
+        call waits for its end. Inside another call of this thread, as by a finalizer (``__del__``), it happens when
+        that call ends.
 
         Raises:
             StateError: Called in the control thread, as by the garbage collector: it cannot wait for its own end.
@@ -325,7 +335,8 @@ class LLMDataDist:
 
         Raises:
             ParamError: ``llm.listenIpInfo`` is not ip:port; in v1 mode the same role, or PROMPT without it.
-            StateError: A link exists, or a communicator is being prepared (``LLM_EXIST_LINK``).
+            StateError: A link exists, or a communicator is being prepared (``LLM_EXIST_LINK``). Or called in a callback
+                while another ``switch_role`` or ``init`` runs.
             LinkError: The new address cannot be bound (``LLM_FAILED``). Role and listener are as before. If both
                 addresses share a port and neither can be bound, the instance stops listening; the text says so.
             LLMException: ``LLM_FEATURE_NOT_ENABLED``: v1 mode without ``enable_switch_role`` or with several addresses;
@@ -333,7 +344,8 @@ class LLMDataDist:
 
         Source: interface §3.6, B7.
         """
-        with self._life.lock:  # before reading role and engine
+        self._life.require_engine("switch_role")  # does not wait for a finalize that runs
+        with self._life.changing("switch_role"):  # before reading role and engine
             engine = self._life.require_engine("switch_role")
             check_type("role", role, LLMRole)
             listen = None if switch_options is None else check_type("switch_options", switch_options, dict).get(LISTEN)
@@ -447,9 +459,19 @@ class LLMDataDist:
         self._life.require_engine("check_integrity").check_integrity()
 
 
+class Change:
+    """An ``init``, ``finalize`` or ``switch_role`` that runs."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.thread = threading.get_ident()
+        self.over = threading.Event()
+
+
 class Life:
     """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:data:`life_of`)."""
 
+    known: ClassVar[WeakSet[Life]] = WeakSet()  # of all LLMDataDists
     all: ClassVar[list[LLMDataDist]] = []  # initialised instances of this process, oldest first
     all_lock: ClassVar[threading.Lock] = threading.Lock()
     #: In a forked child: the parent's engines, referenced so that no finalizer tears them down here.
@@ -458,9 +480,34 @@ class Life:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.manager: CacheManager | KvCacheManager | None = None
-        #: Held during init, finalize and switch_role. Guards the next.
-        self.lock = threading.Lock()
         self.init_undoable = False  # until another init() has found it initialised
+        #: At most one. No lock: user code runs meanwhile, as loggers, devices and callbacks of lost peers.
+        self.changes: dict[None, Change] = {}
+        Life.known.add(self)
+
+    @contextmanager
+    def changing(self, call: str, *, waits: bool = True) -> Iterator[bool]:
+        """Be the one that changes the state, after another has ended; with False beside it.
+
+        Inside another call of this thread that is a StateError: the change may wait for this thread. Unless ``waits``,
+        it begins False beside a finalize.
+        """
+        mine = Change(call)
+        while (other := self.changes.setdefault(None, mine)) is not mine:
+            if other.call == "finalize" and not waits:
+                yield False
+                return
+            if other.thread == mine.thread or inside_another_call():
+                raise StateError(
+                    f"{call}: called by a callback while {other.call} runs, which may wait for it; call it afterwards, "
+                    "or from another thread"
+                )
+            other.over.wait()
+        try:
+            yield True
+        finally:
+            self.changes.clear()
+            mine.over.set()
 
     def require_engine(self, call: str) -> Engine:
         if (engine := self.engine) is None:
@@ -488,13 +535,17 @@ def tear_down(instance: LLMDataDist) -> None:
             f"finalize: called in {threading.current_thread().name}, a control thread of this library, which would "
             "wait for itself; call it from another thread"
         )
-    if put_off(tear_down, instance):
-        return
+    if not put_off(_tear_down, instance, False):
+        _tear_down(instance, True)
+
+
+def _tear_down(instance: LLMDataDist, waits: bool) -> None:
+    """Finalize; one that was put off does not wait for another, which may wait for this thread."""
     life = life_of(instance)
-    with life.lock:
-        engine, life.engine, life.manager = life.engine, None, None
-        if engine is None:
+    with life.changing("finalize", waits=waits) as begun:
+        if not begun or (engine := life.engine) is None:
             return
+        life.engine = life.manager = None
         with Life.all_lock:
             Life.all.remove(instance)
             if LLMDataDist.llm_engine_instance is instance:
@@ -519,8 +570,8 @@ def _shutdown_handler() -> None:
 def _in_forked_child() -> None:
     """Mark the parent's instances as not initialised; the child may make its own."""
     Life.all_lock = threading.Lock()
-    for life in map(life_of, Life.all):
-        life.lock = threading.Lock()
+    for life in list(Life.known):
+        life.changes = {}
         engine, life.engine, life.manager = life.engine, None, None
         if engine is not None:
             Life.abandoned.append(engine)

@@ -1,9 +1,12 @@
 """init, finalize, several instances, threads, forks and exits (interface §3.1, §3.2); handles of another instance or of
 an earlier init; finalizers of the user: the collector calls them at any line of the library, in any thread."""
 
+import gc
 import inspect
+import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -36,6 +39,7 @@ from llm_datadist import (
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
 from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
+from llm_datadist.store import StoreClient, StoreServer
 from llm_datadist.testing import StagedDevice
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
@@ -528,7 +532,8 @@ class Things:
 class AtLine:
     """Calls a function at the n-th line of the library that a call runs in this thread, as the collector might."""
 
-    def __init__(self, wanted: int, function: Callable[[], None]) -> None:
+    def __init__(self, wanted: int, function: Callable[[], None], *beside: str) -> None:
+        self._files = (_PACKAGE, *beside)
         self._wanted = wanted
         self._function = function
         self.seen = 0
@@ -543,7 +548,7 @@ class AtLine:
             self._function()
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        if not frame.f_code.co_filename.startswith(self._files):
             return None
         if event == "line":
             self.seen += 1
@@ -681,15 +686,17 @@ def test_inside_of_another_call_a_revoke_is_put_off_and_what_returns_a_promise_i
 
 
 class InControlThread:
-    """Calls functions in the control thread, each at a line of the library further on, as the collector might."""
+    """Calls functions in a thread, each at a line of the library further on, as the collector might."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = _CONTROL) -> None:
+        self._name = name
         self.functions: list[Callable[[], None]] = []
         self.done = 0
         self._skip = 0
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if threading.current_thread().name != _CONTROL or not frame.f_code.co_filename.startswith(_PACKAGE):
+        inside = threading.current_thread().name.startswith(self._name)
+        if not inside or not frame.f_code.co_filename.startswith(_PACKAGE):
             return None
         if event == "line" and self.functions:
             self._skip -= 1
@@ -733,3 +740,133 @@ def test_what_a_finalizer_gives_back_in_the_control_thread_is_gone_soon(
         things.check_gone()
     assert len(errors) == ROUNDS
     here.world.dd.check_integrity()
+
+
+def test_a_second_finalize_waits_for_the_first_and_a_switch_role_beside_it_does_not() -> None:
+    datadist, peer = live(1, **LISTENING), live(2)
+    assert peer.link_clusters([info(1, datadist.listen_port)]) == SUCCESS
+    inside, may, order = threading.Event(), threading.Event(), []
+
+    def lost(*_: object) -> None:
+        inside.set()
+        assert may.wait(60)
+        order.append("closed")
+
+    def finalize() -> None:
+        datadist.finalize()
+        order.append("returned")
+
+    datadist.on_peer_lost(lost)
+    first = Call(finalize)
+    assert inside.wait(60)
+    refused = Call(datadist.switch_role, LLMRole.MIX).outcome()
+    assert type(refused) is NotInitialized
+    second = Call(finalize)
+    again = Call(datadist.init, make_config(**LISTENING))
+    may.set()
+    for each in (first, second, again):
+        each.result()
+    assert order.index("returned") == len(order) - 2, "the callback may come twice"
+    datadist.finalize()
+    peer.finalize()
+
+
+# --- stores and their clients -----------------------------------------------------------------------------------------
+def store_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("llm-datadist-store")]
+
+
+def client_of(datadist: LLMDataDist, port: int | None = 9) -> StoreClient:
+    return StoreClient(datadist, f"127.0.0.1:{port}", bytes(32))
+
+
+def test_inside_of_another_call_a_store_and_a_client_are_closed_when_it_ends() -> None:
+    datadist, server = live(1), StoreServer(1 << 20)
+    client, seen = client_of(datadist), []
+    assert len(store_threads()) == 9
+
+    def close() -> None:
+        client.close()
+        server.close()
+        seen.append((len(store_threads()), "not initialised" in repr(server.datadist)))
+
+    AtLine(5, close)(datadist.statistics)
+    assert seen == [(9, False)]
+    assert (store_threads(), "not initialised" in repr(server.datadist)) == ([], True)
+    for each in (client, server):
+        each.close()
+        with each:
+            pass
+    datadist.finalize()
+
+
+@pytest.mark.parametrize("name", [_CONTROL, "llm-datadist-store-save"])
+def test_a_store_refuses_to_close_where_it_would_wait_for_itself_and_a_client_closes_there(name: str) -> None:
+    trace, errors = InControlThread(name), []
+    threading.settrace(trace)
+    server, datadist = StoreServer(1 << 20), live(1)
+    threading.settrace(None)
+    client, other = client_of(datadist, server.port), client_of(datadist)
+    assert client.connect(20)
+    cache = datadist.cache_manager.allocate_blocks_cache(DESC)
+
+    def close() -> None:
+        other.close()
+        with pytest.raises(StateError, match="call it from another thread") as caught:
+            server.close()
+        errors.append(str(caught.value))
+
+    trace.functions = [close]
+    while trace.functions:
+        client.save([secrets.token_bytes(8)], cache, [0])
+    wait_until(lambda: len(store_threads()) == 9)
+    assert f"called in {name}" in errors[0]
+    client.close()
+    server.close()
+    datadist.finalize()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [StoreServer, StoreClient])
+def test_an_interrupted_constructor_leaves_nothing(kind: type[StoreServer | StoreClient]) -> None:
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    def census() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    datadist, usual = live(1), signal.signal(signal.SIGUSR1, handler)
+    made: list[Any] = []
+
+    def make() -> None:
+        made.append(StoreServer(1 << 20) if kind is StoreServer else client_of(datadist))
+
+    try:
+        counted = AtLine(0, lambda: None, threading.__file__)
+        counted(make)
+        made.pop().close()
+        before = census()
+        for point in range(1, counted.seen, 1 + counted.seen // 60):
+            with pytest.raises(Interrupted):
+                AtLine(point, lambda: signal.raise_signal(signal.SIGUSR1), threading.__file__)(make)
+            assert not made
+            wait_until(lambda: census() == before)
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+        datadist.finalize()
+
+
+def test_the_thread_of_a_client_that_nobody_keeps_ends() -> None:
+    datadist = live(1)
+    client_of(datadist)
+
+    def gone() -> bool:
+        gc.collect()  # errors of dials, with their frames
+        return not store_threads()
+
+    wait_until(gone)
+    datadist.finalize()

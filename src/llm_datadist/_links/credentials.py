@@ -140,16 +140,21 @@ class Kept(Generic[T]):
 
     def current(self) -> T:
         """Return the newest readable value; log failures at most once a second."""
+        say: Callable[[], None] | None = None  # after the lock: a logger may be user code
         with self._lock:
             try:
                 if (stamp := self._files.stamp()) != self._stamp:
                     self._value, self._stamp = self._read(), stamp
-                    logger.info("the %s have changed: the new ones are used from now on", self._what)
+                    say = partial(logger.info, "the %s have changed: the new ones are used from now on", self._what)
             except (OSError, LLMException) as error:
                 if (now := time.monotonic()) >= self._quiet_until:
                     self._quiet_until = now + 1
-                    logger.warning("the %s cannot be loaded; keeping the previous ones: %s", self._what, error)
-            return self._value
+                    text = "the %s cannot be loaded; keeping the previous ones: %s"
+                    say = partial(logger.warning, text, self._what, error)
+            value = self._value
+        if say is not None:
+            say()
+        return value
 
 
 class Credentials:

@@ -535,8 +535,13 @@ def surviving(plan: Plan, *, alias: bool) -> Plan:
 class HoldingCall:
     """Python function that holds signals; see ``signals.py``."""
 
+    refuse: Callable[[Any, Any], object] | None
     def __init__(
-        self, function: Callable[..., Any], undo: Callable[[Any, Any], object] | None = None, whole: bool = False
+        self,
+        function: Callable[..., Any],
+        undo: Callable[[Any, Any], object] | None = None,
+        whole: bool = False,
+        refuse: Callable[[Any, Any], object] | None = None,
     ) -> None: ...
     def __call__(self, *args: object, **kwargs: object) -> object: ...
 

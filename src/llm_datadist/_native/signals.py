@@ -8,21 +8,33 @@ ends. Exceptions by ``PyThreadState_SetAsyncExc`` are not held.
 Finalizers run wherever a thread allocates, also under a lock that they would wait for. So cleanup asks :func:`put_off`,
 which queues it until the thread's outermost call ends; calls that cannot be late use :func:`require_outermost`. Threads
 of the library run their work as such calls.
+
+The same wrapper refuses calls of an :class:`OfProcess` in a forked child, before they take a lock that a thread of the
+parent may have held at the fork.
 """
 
 from __future__ import annotations
 
 from functools import WRAPPER_ASSIGNMENTS, update_wrapper
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
+from llm_datadist._checks import HERE, require_process
 from llm_datadist._native._native import HoldingCall, do_what_was_put_off, inside_another_call, put_off
 from llm_datadist.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["do_what_was_put_off", "hold_signals", "public_calls_hold_signals", "put_off", "require_outermost"]
+__all__ = [
+    "OfProcess",
+    "do_what_was_put_off",
+    "hold_signals",
+    "inside_another_call",
+    "public_calls_hold_signals",
+    "put_off",
+    "require_outermost",
+]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 C = TypeVar("C", bound=type)
@@ -31,12 +43,35 @@ C = TypeVar("C", bound=type)
 _COPIED: Final = (*WRAPPER_ASSIGNMENTS, "__code__", "__defaults__", "__kwdefaults__", "__globals__", "__closure__")
 
 
-def hold_signals(function: F, undo: Callable[[Any, Any], object] | None = None, *, whole: bool = False) -> F:
+class OfProcess:
+    """Base of objects whose public calls are for the process that made them.
+
+    :func:`public_calls_hold_signals` makes the calls of a subclass raise StateError in a forked child.
+    """
+
+    __slots__ = ("_pid",)
+    _pid: int
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Note the process, before a constructor may fail or start a thread."""
+        self = super().__new__(cls)
+        self._pid = HERE["pid"]
+        return self
+
+
+def _refuse(self: OfProcess, function: FunctionType) -> None:
+    require_process(self._pid, f"{function.__name__}: {type(self).__name__}")
+
+
+def hold_signals(
+    function: F, undo: Callable[[Any, Any], object] | None = None, *, whole: bool = False, owned: bool = False
+) -> F:
     """Make a function hold signals; with ``whole``, also where it waits.
 
-    ``undo(self, result)`` reverts a call if a handler's exception replaces its result.
+    ``undo(self, result)`` reverts a call if a handler's exception replaces its result. With ``owned`` the first
+    argument is an :class:`OfProcess`.
     """
-    call = HoldingCall(function, undo, whole)
+    call = HoldingCall(function, undo, whole, _refuse if owned else None)
     return update_wrapper(call, function, _COPIED)  # type: ignore[return-value]  # as callable
 
 
@@ -49,13 +84,25 @@ def require_outermost(call: str) -> None:
         )
 
 
-def public_calls_hold_signals(*, whole: tuple[str, ...] = (), **undone_by: str) -> Callable[[C], C]:
-    """Make a class's public methods hold signals; ``undone_by`` maps them to methods that revert them."""
+def public_calls_hold_signals(
+    *, whole: tuple[str, ...] = (), plain: tuple[str, ...] = (), **undone_by: str
+) -> Callable[[C], C]:
+    """Make a class's public calls hold signals; ``undone_by`` maps them to methods that revert them.
+
+    Those of an :class:`OfProcess` include its properties and its ``with`` block. ``plain`` ones stay as they are.
+    """
 
     def decorate(kind: C) -> C:
+        owned = issubclass(kind, OfProcess)
         for name, member in list(vars(kind).items()):
-            if type(member) is FunctionType and not name.startswith("_"):  # a call that holds signals looks like one
-                setattr(kind, name, hold_signals(member, _undo(undone_by.get(name)), whole=name in whole))
+            public = not name.startswith("_") or name in undone_by or (owned and name in ("__enter__", "__exit__"))
+            if not public or name in plain:
+                continue
+            if type(member) is FunctionType:  # a call that holds signals looks like one
+                undo = _undo(undone_by.get(name))
+                setattr(kind, name, hold_signals(member, undo, whole=name in whole, owned=owned))
+            elif owned and type(member) is property and member.fget is not None:
+                setattr(kind, name, member.getter(hold_signals(member.fget, owned=True)))
         return kind
 
     return decorate

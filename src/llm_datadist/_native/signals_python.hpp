@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <structmember.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <utility>
@@ -89,6 +90,8 @@ inline nb::object set_handler(const nb::args& args) {
     return before;
 }
 
+inline pid_t own_pid = ::getpid();  // without a system call at each use
+
 inline void in_forked_child() {
     KeptSignals::forget();
     if (MainThread::here()) return;  // the main thread forked: its calls continue here
@@ -111,12 +114,14 @@ inline void take_signals_over() {
 }
 
 // Python function that holds signals on the main thread. If a handler's exception replaces the result, `undo` (unless
-// None) gets the first argument and the result. `whole`: no handler runs at waits either.
+// None) gets the first argument and the result. `whole`: no handler runs at waits either. `refuse` (unless None): the
+// first argument belongs to the process in its `_pid`; in a forked child `refuse` raises for it and the function.
 struct HoldingCall {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     PyObject* function;
     PyObject* undo;
+    PyObject* refuse;
     PyObject* dict;
     bool whole;
 };
@@ -155,8 +160,20 @@ inline PyObject* call_in_main_thread(HoldingCall* call, PyObject* const* args, s
     return result;
 }
 
+// Returns false, with an exception, in a process that did not make the object. It takes no lock: a thread of the parent
+// may have held any at the fork.
+inline bool made_here(HoldingCall* call, PyObject* self) {
+    static PyObject* const name = PyUnicode_InternFromString("_pid");
+    const nb::object pid = nb::steal(PyObject_GetAttr(self, name));
+    if (!pid.is_valid()) return false;
+    if (PyLong_AsLong(pid.ptr()) == own_pid) return true;
+    if (!PyErr_Occurred()) nb::steal(PyObject_CallFunctionObjArgs(call->refuse, self, call->function, nullptr));
+    return false;
+}
+
 inline PyObject* call_holding(PyObject* object, PyObject* const* args, std::size_t nargs, PyObject* names) {
     auto* call = reinterpret_cast<HoldingCall*>(object);
+    if (call->refuse != Py_None && PyVectorcall_NARGS(nargs) > 0 && !made_here(call, args[0])) return nullptr;
     const bool main = is_main_thread();
     if (main && MainThread::depth++ == 0) KeptSignals::hold();
     ++calls.depth;
@@ -179,6 +196,7 @@ inline int traverse_call(PyObject* object, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(call->function);
     Py_VISIT(call->undo);
+    Py_VISIT(call->refuse);
     Py_VISIT(call->dict);
     return 0;
 }
@@ -187,6 +205,7 @@ inline int clear_call(PyObject* object) {
     auto* call = reinterpret_cast<HoldingCall*>(object);
     Py_CLEAR(call->function);
     Py_CLEAR(call->undo);
+    Py_CLEAR(call->refuse);
     Py_CLEAR(call->dict);
     return 0;
 }
@@ -200,10 +219,11 @@ inline void free_call(PyObject* object) {
 }
 
 inline PyObject* make_call(PyTypeObject* type, PyObject* args, PyObject* names) {
-    PyObject *function, *undo = Py_None;
+    PyObject *function, *undo = Py_None, *refuse = Py_None;
     int whole = 0;
-    static const char* keywords[] = {"function", "undo", "whole", nullptr};
-    if (!PyArg_ParseTupleAndKeywords(args, names, "O|Op", const_cast<char**>(keywords), &function, &undo, &whole))
+    static const char* keywords[] = {"function", "undo", "whole", "refuse", nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, names, "O|OpO", const_cast<char**>(keywords), &function, &undo, &whole,
+                                     &refuse))
         return nullptr;
     PyObject* object = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (object == nullptr) return nullptr;
@@ -211,6 +231,7 @@ inline PyObject* make_call(PyTypeObject* type, PyObject* args, PyObject* names) 
     call->vectorcall = &call_holding;
     call->function = Py_NewRef(function);
     call->undo = Py_NewRef(undo);
+    call->refuse = Py_NewRef(refuse);
     call->whole = whole != 0;
     return object;
 }
@@ -243,6 +264,7 @@ inline void bind_signals(nb::module_& m) {
     static PyMemberDef members[] = {
         {"__vectorcalloffset__", T_PYSSIZET, offsetof(HoldingCall, vectorcall), READONLY, nullptr},
         {"__dictoffset__", T_PYSSIZET, offsetof(HoldingCall, dict), READONLY, nullptr},
+        {"refuse", T_OBJECT, offsetof(HoldingCall, refuse), READONLY, nullptr},
         {nullptr, 0, 0, 0, nullptr}};
     static PyGetSetDef properties[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
                                        {"__class__", &class_of_call, nullptr, nullptr, nullptr},
@@ -261,6 +283,7 @@ inline void bind_signals(nb::module_& m) {
         "llm_datadist._native._native.HoldingCall", sizeof(HoldingCall), 0,
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
     method_type() = nb::module_::import_("types").attr("MethodType");
+    pthread_atfork(nullptr, nullptr, [] { own_pid = ::getpid(); });
     m.attr("HoldingCall") = nb::steal(PyType_FromSpec(&spec));
     m.def("set_signal_handler", &set_handler);
     m.def("inside_another_call", [] { return calls.depth > 1; });

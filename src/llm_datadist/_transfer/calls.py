@@ -19,6 +19,7 @@ from llm_datadist._checks import check_list, check_rule, check_type, check_uint6
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
+from llm_datadist._native.signals import OfProcess
 from llm_datadist._transfer import arguments, layerwise
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, TransferJob
@@ -45,7 +46,7 @@ Pending = Callable[[Deadline], None]  # work after the argument checks, for the 
 Awaited = Coroutine[Any, Any, None]
 
 
-class EngineUser:
+class EngineUser(OfProcess):
     """Base of both managers: the engine of one ``init``, refused after ``finalize`` (interface R21)."""
 
     def __init__(self, engine: Engine) -> None:

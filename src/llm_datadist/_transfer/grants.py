@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import HERE, check_rule, check_type, check_uint64, require_intact, require_process
+from llm_datadist._checks import check_rule, check_type, check_uint64, require_intact
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._log import logger
 from llm_datadist._native import parse_indices
-from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off
+from llm_datadist._native.signals import put_off
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import (
     CacheError,
@@ -105,7 +105,6 @@ class _Waiting(NamedTuple):
     until: float  # monotonic
 
 
-@public_calls_hold_signals(grant="revoke")
 class Grants:
     """Grants of this instance; ``call_at`` calls on the control thread at a monotonic time.
 
@@ -126,7 +125,6 @@ class Grants:
         self._policy = policy
         self._call_at = call_at
         self._link_to = link_to
-        self._owner = HERE["pid"]
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified after each end
         self._given: dict[bytes, _ActiveGrant] = {}
@@ -152,7 +150,6 @@ class Grants:
         on_end: OnEnd | None = None,
     ) -> Grant:
         """Return a grant for ``blocks``, claimed by ``peer`` if given. Errors as :meth:`Cache.grant`."""
-        self.require_here(f"grant: {self}")
         with self._lock:
             self._require_open()
         numbers = parse_indices("blocks", blocks)
@@ -187,9 +184,6 @@ class Grants:
         for waiting, answer in answers:
             waiting.tell(answer)
         return grant
-
-    def require_here(self, what: str) -> None:
-        require_process(self._owner, what)
 
     def _add(self, given: _ActiveGrant, link: Link | None) -> list[tuple[Link, Message]]:
         """Add a grant; return the answers to the claims that waited for it."""
@@ -540,13 +534,10 @@ class _Reader(msgspec.Struct, eq=False):
     """Claim of a grant at its reader."""
 
     link: Link | None  # None after the release
-    owner: int = msgspec.field(default_factory=lambda: HERE["pid"])
 
-    @hold_signals
     def release(self, grant: Grant) -> None:
         if (link := self.link) is None:
             return
-        require_process(self.owner, f"release: {grant!r}")
         self.link = None  # not repeated after an interrupt, because the owner may have been told
         if not put_off(link.tell, ended := ClaimEnded(grant.token, released=True)):
             link.tell(ended)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import HERE, check_uint32, require_process
+from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._native.signals import do_what_was_put_off, hold_signals, public_calls_hold_signals
+from llm_datadist._native.signals import OfProcess, do_what_was_put_off, hold_signals, public_calls_hold_signals
 from llm_datadist._transfer.addresses import locate
 from llm_datadist._transfer.initiator import PushDestination, TransferOp
 from llm_datadist._transfer.meters import Uncounted
@@ -85,7 +85,6 @@ class TransferJob:
         self._sending = False
         self._ended: LLMException | None = None
         self._done = threading.Event()
-        self._pid = HERE["pid"]
         self.thread = threading.Thread(target=copy_context().run, args=(self.run,), name=name, daemon=True)
 
     def run(self) -> None:
@@ -197,7 +196,6 @@ class TransferJob:
         return self._done.is_set()
 
     def wait(self, timeout_ms: int | None) -> bool:
-        require_process(self._pid, self.name)
         if threading.current_thread() is self.thread:
             raise StateError(f"{self.name}: waiting inside its own synchronizer would deadlock")
         deadline = Deadline(_FOR_EVER_MS if timeout_ms is None else timeout_ms)
@@ -215,7 +213,7 @@ class TransferJob:
 
 
 @public_calls_hold_signals()
-class CacheTask:
+class CacheTask(OfProcess):
     """Layer-wise transfer, running or over, from ``transfer_cache_async``. Threads: any.
 
     A failure and ``finalize`` end the transfer, a time-out of these calls does not. Results are final.

@@ -19,8 +19,9 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import DRAIN
 from llm_datadist._checks import check_rule
 from llm_datadist._native import CopyPool, Plan, Tensors
+from llm_datadist._native.signals import inside_another_call
 from llm_datadist._threads import Threads
-from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError
+from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError, StateError
 from llm_datadist.metrics import SwapStatistics
 from llm_datadist.types import Cache, Placement
 
@@ -238,11 +239,15 @@ class SwapEngine:
                 pool = self._copy_pool
             _native.execute(plan, dst.tensors.native, src.tensors.native, pool, _native.NO_DEADLINE)
             return plan.nbytes
-        with self._lock:
+        if not self._lock.acquire(blocking=not inside_another_call()):  # by the device, for which the other swap waits
+            raise StateError("swap_blocks: called inside another call while a swap runs; call it after that one")
+        try:
             if dst.geometry.placement == Placement.DEVICE:
                 self._swap_in(plan, dst.tensors, src.tensors, dst.geometry.stride)
             else:
                 self._swap_out(plan, dst.tensors, src.tensors)
+        finally:
+            self._lock.release()
         return plan.nbytes
 
     def statistics(self) -> SwapStatistics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from inspect import unwrap
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_timeout, check_type, is_digits
@@ -80,7 +81,6 @@ class LlmDataDist:
         self._device = device
         self._cluster_id = check_int("cluster_id", cluster_id)
         self._role = check_type("role", role, LlmRole)
-        self._making = threading.Lock()
         self._state = _State()
 
     def Initialize(self, options: dict[str, str]) -> LLMStatusCode:
@@ -99,18 +99,19 @@ class LlmDataDist:
         """
         given = check_dict("options", options, str, str)
         with _StatusCall(self._state, "Initialize") as call:
-            with self._making:
-                # Made at the first call: bad arguments of the constructor are a status.
-                if (dist := self._state.dist) is None:
-                    dist = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
-                    self._state.dist = dist
+            # Made at the first call: bad arguments of the constructor are a status.
+            if self._state.dist is None:
+                made = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
+                self._state.made.setdefault(None, made)  # no lock, which a thread of the parent could hold at a fork
+            dist = self.datadist
             life = life_of(dist)
             life.init_undoable = False
             if life.engine is None:
                 device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
                 text = f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
                 check_rule(device is not None and is_digits(device), text)
-                dist.init(given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
+                # Unwrapped: it is this call, not one inside of it.
+                unwrap(LLMDataDist.init)(dist, given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
 
     def _undo_initialize(self, _: LLMStatusCode) -> None:
@@ -209,7 +210,7 @@ class LlmDataDist:
             _, dist, taken = call.engine, self.datadist, arguments.role("role", role)
             given = check_dict("options", options, str, str)
             listen = given.get(LISTEN, given.get(OPTION_LISTEN_IP_INFO))
-            dist.switch_role(taken, {} if listen is None else {LISTEN: listen})
+            unwrap(LLMDataDist.switch_role)(dist, taken, {} if listen is None else {LISTEN: listen})
         return call.status
 
     def RegisterKvCache(
@@ -460,8 +461,12 @@ class _State:
     """State that the calls of one LlmDataDist share."""
 
     def __init__(self) -> None:
-        self.dist: LLMDataDist | None = None
+        self.made: dict[None, LLMDataDist] = {}  # at most one
         self.errors = threading.local()
+
+    @property
+    def dist(self) -> LLMDataDist | None:
+        return self.made.get(None)
 
 
 class _StatusCall(AbstractContextManager["_StatusCall"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -14,8 +15,9 @@ import numpy as np
 from llm_datadist._checks import check_int32, check_list, check_rule, check_type, check_uint64
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
+from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import parse_indices
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
 from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.datadist import LLMDataDist
 from llm_datadist.errors import (
@@ -92,14 +94,14 @@ class StoreOptions:
         check_type("verify", self.verify, bool)
 
 
-@public_calls_hold_signals(lookup="release")
-class StoreClient:
+@public_calls_hold_signals(__init__="_end", lookup="release")
+class StoreClient(OfProcess):
     """Lookups, loads and saves of one namespace of a store.
 
     A background thread links to the store, also when the link is lost. Until then lookups are misses, and saves store
     nothing. The store is the process that answers at the address, and no other one that links under its cluster id: a
     link that such a process has made is ended. A hit is exactly the bytes saved under its key in its namespace.
-    Threads: any.
+    Threads: any. In a forked child every call is a StateError.
 
     Args:
         datadist: An initialised LLMDataDist in v2 mode, without remote cache access; it may have several clients.
@@ -131,7 +133,11 @@ class StoreClient:
         self._resume_at = 0.0  # monotonic; no question before
         self._late = 0  # answers in a row
         self._warned = ""
-        self._dialler = threading.Thread(target=self._dial, name="llm-datadist-store-dial", daemon=True)
+        self._pause: float | None = None  # seconds between dials
+        # By a weak reference: the thread of a client that its caller never got, or dropped, ends.
+        self._dialler = threading.Thread(
+            target=StoreClient._run, args=(weakref.ref(self),), name="llm-datadist-store-dial", daemon=True
+        )
         self._dialler.start()
 
     def connect(self, timeout: float) -> bool:
@@ -341,17 +347,29 @@ class StoreClient:
         return messages.decode(Events, answer, self._what)
 
     def close(self) -> None:
-        """End the background thread. The link, and hits that were not released, stay. Idempotent."""
-        self._closed = True
-        self._wanted.set()
-        if self._dialler is not threading.current_thread():
-            self._dialler.join()
+        """End the background thread. The link, and hits that were not released, stay. Idempotent.
+
+        Inside another call of this thread, as by a finalizer (``__del__``), it ends when that call ends.
+        """
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._close()
+
+    def _close(self) -> None:
+        if not put_off(self._end):
+            self._end()
+
+    def _end(self, _: object = None) -> None:
+        self._closed = True
+        if self._dialler is threading.current_thread():  # perhaps below a lock of the event; it will look
+            return
+        self._wanted.set()
+        if not must_not_wait():  # on a control thread, for which the dial may wait
+            self._dialler.join()
 
     def _ask(self, name: str, body: bytes, timeout_ms: int) -> bytes:
         answer = self._datadist.ask(self._options.store_id, name, body, timeout_ms)
@@ -394,25 +412,34 @@ class StoreClient:
         with suppress(LLMException):
             self._ask(messages.SUSPECT, body, _SUSPECT_MS)
 
-    def _dial(self) -> None:
-        """Link to the store whenever it is wanted. In a thread of its own."""
-        pause: float | None = None  # seconds
-        while True:
-            self._wanted.clear()  # before the look: whoever sets it afterwards is heard
-            if self._closed:
+    @staticmethod
+    def _run(ref: weakref.ref[StoreClient]) -> None:
+        """Link to the store whenever it is wanted. In a thread of its own, which does not keep the client."""
+        while (self := ref()) is not None:
+            pause, wanted = self._dial(), self._wanted
+            del self
+            if pause is None:
                 return
-            try:
-                linked = self._link()
-            except StateError:
-                return  # finalized
-            if not linked:
-                self._linked.clear()
-                pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)
-            elif not self._linked.is_set():
-                self._resume_at, pause = 0.0, None
-                self._linked.set()
-            # A call may have noticed the end of the link before the link itself has: look once more.
-            self._wanted.wait(_LOOK_PAUSE if linked else pause)
+            wanted.wait(pause)
+
+    def _dial(self) -> float | None:
+        """Link to the store unless it is linked; return the seconds until the next look, or None to end."""
+        self._wanted.clear()  # before the look: whoever sets it afterwards is heard
+        if self._closed:
+            return None
+        try:
+            linked = self._link()
+        except StateError:
+            return None  # finalized
+        if not linked:
+            self._linked.clear()
+            self._pause = _FIRST_PAUSE if self._pause is None else min(2 * self._pause, _LONGEST_PAUSE)
+            return self._pause
+        if not self._linked.is_set():
+            self._resume_at, self._pause = 0.0, None
+            self._linked.set()
+        # A call may have noticed the end of the link before the link itself has: look once more.
+        return _LOOK_PAUSE
 
     def _link(self) -> bool:
         """Link to the store unless it is linked; return True if it is."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_type
+from llm_datadist._checks import HERE, check_type
 from llm_datadist.errors import ParamError
 from llm_datadist.store.messages import NOTHING, Found, HitCopy, decode
 from llm_datadist.types.grant import Grant
@@ -20,7 +20,7 @@ class Hit:
 
     While a hit is not released, the store keeps its slots for this instance, by grants. They end with the release, or
     with the link of the instance that looked it up. ``StoreClient.lookup`` makes hits, ``from_bytes`` copies in other
-    processes; releasing a copy has no effect.
+    processes, and a forked child has copies; releasing a copy has no effect.
 
     Attributes:
         namespace: The client's namespace.
@@ -41,7 +41,7 @@ class Hit:
         if any((found.nonce, found.shape) != (first.nonce, first.shape) for found in parts):
             raise ParamError("hit: its parts are not of one namespace of one store")
         self._parts = list(parts)
-        self._held = held  # by this instance, until released
+        self._held = HERE["pid"] if held else None  # by this process, until released
         self.namespace = namespace
         self.grants = tuple(Grant.from_bytes(found.grant) for found in parts)
         self.counts = tuple(len(found.slots) // 8 for found in parts)
@@ -70,9 +70,9 @@ class Hit:
         return cls(copy.namespace, copy.parts)
 
     def take(self) -> bool:
-        """Return True once, for the instance that has to release the hit."""
-        held, self._held = self._held, False
-        return held
+        """Return True once, in the process that has to release the hit."""
+        held, self._held = self._held, None
+        return held == HERE["pid"]
 
     def __repr__(self) -> str:
         return f"<Hit of {len(self)} keys in {self.namespace.hex()}: {list(self.grants)}>"

@@ -68,6 +68,10 @@ class Savers:
         with self._changed:
             return sum(len(jobs) for clients in self._origins.values() for jobs in clients.values())
 
+    def inside(self) -> bool:
+        """Return True on one of the threads."""
+        return threading.current_thread() in self._threads
+
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""
         with self._changed:

@@ -20,9 +20,11 @@ import numpy as np
 
 from llm_datadist._checks import check_int, check_rule, check_type, require_intact
 from llm_datadist._log import logger
+from llm_datadist._memory.unmap import must_not_wait
+from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
 from llm_datadist.config import PEER_POLICY
-from llm_datadist.datadist import LLMDataDist
-from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMemory, ParamError
+from llm_datadist.datadist import LLMDataDist, tear_down
+from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMemory, ParamError, StateError
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.events import KEY_BYTES, EventLog
@@ -101,11 +103,12 @@ class _Space:
         self.loads -= 1
 
 
-class StoreServer:
+@public_calls_hold_signals(whole=("__init__", "close", "__exit__"), __init__="_end")
+class StoreServer(OfProcess):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
     Clients are :class:`StoreClient`. The store pulls what they save, digests its copy, and lends slots by grants. It
-    runs without remote cache access, so no peer can write its pool.
+    runs without remote cache access, so no peer can write its pool. In a forked child every call is a StateError.
 
     Args:
         memory: Bytes of the pool, at least 64 KiB for each namespace.
@@ -149,7 +152,7 @@ class StoreServer:
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
         self.datadist.init(_options(size, listen) | given)
         with ExitStack() as undo:
-            undo.callback(self.datadist.finalize)
+            undo.callback(tear_down, self.datadist)
             self._manager = self.datadist.cache_manager
             self._savers = Savers()
             undo.callback(self._savers.close)
@@ -170,15 +173,30 @@ class StoreServer:
         return port
 
     def close(self) -> None:
-        """End all links and give the memory back. Idempotent."""
-        self._savers.close()
-        self.datadist.finalize()
+        """End all links and give the memory back. Idempotent.
+
+        Inside another call of this thread, as by a finalizer (``__del__``), it happens when that call ends.
+
+        Raises:
+            StateError: Called in a control thread or a thread of this store: it cannot wait for its own end.
+        """
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._close()
+
+    def _close(self) -> None:
+        if must_not_wait() or self._savers.inside():
+            raise StateError(f"close: called in {threading.current_thread().name}; call it from another thread")
+        if not put_off(self._end):
+            self._end()
+
+    def _end(self, _: object = None) -> None:
+        self._savers.close()
+        tear_down(self.datadist)
 
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 

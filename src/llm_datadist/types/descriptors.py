@@ -16,6 +16,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64_list,
 )
+from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
 from llm_datadist.errors import ParamError, StateError
 from llm_datadist.types.data_type import DataType
 from llm_datadist.types.enums import Placement
@@ -127,7 +128,8 @@ class CacheDesc:
         )
 
 
-class Cache:
+@public_calls_hold_signals(plain=("cache_id", "is_blocks_cache"), grant="_end_grant")
+class Cache(OfProcess):
     """Handle of a manager's cache, or of user memory (``create_cpu_cache``).
 
     Not made by users. The addresses are valid until ``deallocate`` or ``finalize``. Calls of another LLMDataDist or
@@ -224,6 +226,11 @@ class Cache:
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
         return self._granter.grant(self._id, blocks, ttl, token, peer, on_end)
+
+    @staticmethod
+    def _end_grant(grant: Grant) -> None:
+        """End a grant that the caller does not get."""
+        grant.revoke()
 
     def _empty(self) -> None:
         """Drop addresses and memory, for deallocation."""

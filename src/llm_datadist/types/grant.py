@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import check_type
+from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
 from llm_datadist.errors import ParamError, StateError
 
 if TYPE_CHECKING:
@@ -74,9 +75,6 @@ class Granter(Protocol):
     ) -> Grant:
         """Give a grant."""
 
-    def require_here(self, what: str) -> None:
-        """Refuse ``what`` in a forked child of the owner."""
-
     def claimed(self, grant: Grant) -> bool:
         """Return True while a claim was not released."""
 
@@ -101,7 +99,8 @@ class GrantState(msgspec.Struct):
     reader: Reader | None = None  # if claimed in this process
 
 
-class Grant:
+@public_calls_hold_signals(plain=("incarnation", "guard", "to_bytes"))
+class Grant(OfProcess):
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 
     ``cache.grant(blocks, ttl)`` makes a grant at the owner. A reader claims it by its token
@@ -113,7 +112,8 @@ class Grant:
     to a claiming reader. Then pulls and claims are ``GrantEnded``. Once :attr:`active` is False, the owner may reuse
     the blocks.
 
-    "Owner only" methods raise StateError in other processes and in a forked child.
+    "Owner only" methods raise StateError in other processes. In a forked child they and :meth:`release` do; what a
+    grant is, its attributes and its bytes, can be read there.
 
     Attributes:
         cluster_id: The owner.
@@ -232,7 +232,6 @@ class Grant:
     def _at_owner(self, what: str) -> Granter:
         if self._granter is None:
             raise StateError(f"{what}: {self!r} is a copy; only the process of cluster {self.cluster_id} can do that")
-        self._granter.require_here(f"{what}: {self!r}")
         return self._granter
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:

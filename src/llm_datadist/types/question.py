@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import check_rule
 from llm_datadist._log import logger
+from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
 from llm_datadist.errors import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -28,10 +29,11 @@ class Asker(NamedTuple):
     rights: frozenset[str]
 
 
-class PeerQuestion:
+@public_calls_hold_signals(plain=("answer_by",))  # user code runs in it, which then answers
+class PeerQuestion(OfProcess):
     """Question of a peer, until it is answered. An extension.
 
-    ``LLMDataDist.answer_questions`` calls a handler with it. Threads: any.
+    ``LLMDataDist.answer_questions`` calls a handler with it. Threads: any. In a forked child answers are StateErrors.
 
     Attributes:
         cluster_id: The peer, as its link has proved it.
