@@ -3,6 +3,7 @@
 import secrets
 import sys
 import threading
+from collections.abc import Generator
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.covers(
     "CacheManager: digest_blocks release_grant",
     "Cache.grant",
 )
+
+Pieces = Generator[None, None, bytes | None]
 
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
 TOKEN: Final = b"one peer's grant"
@@ -132,6 +135,55 @@ def test_a_question_without_answer_ends_in_time_and_too_many_are_refused(shm_pai
     with frozen(prompt), pytest.raises(DeadlineExceeded, match="ask 'echo' of cluster 1"):
         decoder.do(ask, b"", 20)
     assert decoder.do(ask, b"late yes") == b"yes"
+
+
+def serve_in_pieces(world: World) -> None:
+    """Answer in so many pieces as the body says; with 0 never."""
+    noted: list[str] = world.memory.setdefault("noted", [])
+
+    def handler(question: PeerQuestion) -> Pieces:
+        count = int(question.body)
+        try:
+            done = 0
+            while not count or done < count:
+                yield
+                done += 1
+            return b"%d pieces" % done
+        finally:
+            noted.append(threading.current_thread().name)
+
+    world.dd.answer_questions("pieces", handler)
+
+
+def noted_at_the_end(world: World) -> list[str]:
+    world.dd.finalize()
+    return list(world.memory["noted"])
+
+
+def test_an_answer_in_pieces_leaves_turns_to_others_and_is_given_up_at_finalize(shm_pair: Pair) -> None:
+    prompt, decoder = started(shm_pair).prompt, shm_pair.decoder
+    prompt.do(serve_in_pieces)
+    for count in (b"1", b"1000"):
+        assert decoder.do(ask, count, 5000, "pieces") == count + b" pieces"
+    with pytest.raises(DeadlineExceeded):
+        decoder.do(ask, b"0", 20, "pieces")
+    assert decoder.do(ask, b"late yes") == b"yes"
+    assert prompt.do(noted_at_the_end) == ["llm-datadist-control"] * 3
+
+
+def bad_callables(world: World) -> None:
+    for bad in (5, "print"):
+        with pytest.raises(TypeError, match=r"handler only support \[function\]"):
+            world.dd.answer_questions("x", bad)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"callback only support \[function\]"):
+            world.dd.on_peer_lost(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="callback"):
+        world.dd.on_peer_lost(None)  # type: ignore[arg-type]
+    world.dd.answer_questions("x", None)
+
+
+def test_handlers_that_cannot_be_called_are_type_errors(shm_pair: Pair) -> None:
+    started(shm_pair).prompt.do(bad_callables)
 
 
 def test_a_peer_of_a_release_without_questions_is_named(shm_pair: Pair) -> None:

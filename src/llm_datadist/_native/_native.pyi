@@ -566,7 +566,8 @@ class SocketInput:
     def receive(self, seconds: float = 0.0) -> bytes | None:
         """Return at most ``most`` bytes, never above 64 KiB.
 
-        It is ``b""`` at the stream's end, None without input in time or after a signal. It releases the GIL only to wait, first polling for 250 us while that pays. OSError: the connection is broken.
+        It is ``b""`` at the stream's end, None without input in time or after a signal. It releases the GIL only to
+        wait, first polling for 250 us while that pays. OSError: the connection is broken.
         """
 
 @final

@@ -98,7 +98,7 @@ class Engine:
             undo.callback(self._control.stop)
             self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at, self._link_to)))
             self.store.freed = self.grants.drop_cache
-            self.questions = Questions()
+            self.questions = Questions(self._control)
             self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
             self.target = Target(self.store, access, self._control.expect)
             self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
+from types import FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_rule, check_text, check_type
+from llm_datadist._checks import check_rule, check_text, check_type, type_error
 from llm_datadist._links.messages import MAX_BODY, Answer, Question, RemoteFailure, failed
 from llm_datadist._links.versions import QUESTIONS
-from llm_datadist._log import logger
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError
+from llm_datadist._log import SeldomLog
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, StateError
 from llm_datadist.types.question import PeerQuestion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
+    from typing import Any
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
+    from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._links.messages import Message
 
-    Handler = Callable[[PeerQuestion], bytes | None]
+    Pieces = GeneratorType[None, Any, bytes | None]
+    Handler = Callable[[PeerQuestion], bytes | Generator[None, None, bytes | None] | None]
 
-_MAX_UNANSWERED: Final = 256  # of one link; beyond, the answer is LLM_LINK_BUSY
+# Of unanswered questions; beyond, the answer is LLM_LINK_BUSY.
+_MAX_UNANSWERED: Final = 256  # of one link
+_MAX_BYTES: Final = 64 << 20  # of all links
+_BYTES_EACH: Final = 1024  # besides the body
 _MAX_NAME: Final = 64
+_LOST: Final = "callback of on_peer_lost"
 
 
 def check_name(name: object) -> str:
@@ -43,14 +52,32 @@ def check_body(name: str, body: object) -> bytes:
     return data
 
 
-class Questions:
-    """Handlers of this instance. Threads: control for questions, any for the rest; handlers run outside the lock."""
+def check_callable(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` can be called."""
+    if not callable(value):
+        raise type_error(name, value, FunctionType)
 
-    def __init__(self) -> None:
+
+class Questions:
+    """Handlers of this instance, and their unanswered questions.
+
+    A handler may be a generator function. Then it answers in pieces: one of each link in a round of the control thread.
+
+    Threads: control for questions, any for the rest; handlers run outside the lock.
+    """
+
+    def __init__(self, control: ControlLoop) -> None:
+        self._control = control
         self._lock = threading.Lock()
         self._handlers: dict[str, Handler] = {}
         self._lost: list[Callable[[int, str], None]] = []
+        # Of unanswered questions: number and bytes of each link, and all bytes.
         self._unanswered: Counter[Link] = Counter()
+        self._bytes: Counter[Link] = Counter()
+        self._held = 0
+        # Those begun in pieces, the oldest first; changed on the control thread, but any drops those of a link.
+        self._begun: dict[Link, deque[tuple[PeerQuestion, Pieces]]] = {}
+        self._log = SeldomLog()
 
     def serve(self, name: str, handler: Handler | None) -> None:
         with self._lock:
@@ -64,46 +91,128 @@ class Questions:
             self._lost.append(callback)
 
     def on_question(self, link: Link, message: Question) -> None:
-        peer, busy = link.peer, LLMStatusCode.LLM_LINK_BUSY
-        with self._lock:
-            handler, full = self._handlers.get(message.name), self._unanswered[link] >= _MAX_UNANSWERED
-            self._unanswered[link] += not full
-        if full:
-            text = f"{_MAX_UNANSWERED} questions of this peer wait already"
-            link.tell(failed(message.id, LinkError(text, status_code=busy)))
+        try:
+            handler = self._admit(link, message)
+        except LLMException as refusal:
+            link.tell(failed(message.id, refusal))
             return
-        send = partial(self._send, link, message.id, [True])
+        send = partial(self._send, link, message, [True])
+        peer = link.peer
         question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, send)
         if handler is not None:
             with suppress(BaseException):  # it is logged, and ends no thread of the library
-                question.answer_by(partial(handler, question))
+                question.answer_by(partial(self._handle, link, question, handler))
             return
         none = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         question.refuse(LLMException("no handler answers questions of this name", status_code=none))
 
-    def _send(self, link: Link, number: int, first: list[bool], answer: bytes | LLMException) -> None:
+    def _admit(self, link: Link, message: Question) -> Handler | None:
+        """Count a question, and return its handler. Raises LLMException if it is refused."""
+        if QUESTIONS not in link.spoken.features:
+            text = "this link was made without questions"
+            raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+        size = _size(message)
+        with self._lock:
+            text = ""
+            if self._unanswered[link] >= _MAX_UNANSWERED:
+                text = f"{_MAX_UNANSWERED} questions of this peer wait already"
+            elif self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so one peer leaves half to the others
+                text = "too many bytes of questions wait already, of this peer or of all"
+            if text:
+                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+            self._count(link, 1, size)
+            return self._handlers.get(message.name)
+
+    def _count(self, link: Link, number: int, size: int) -> None:
+        """Under the lock."""
+        self._unanswered[link] += number
+        self._bytes[link] += size
+        self._held += size
+
+    def _handle(self, link: Link, question: PeerQuestion, handler: Handler) -> bytes | None:
+        """Return the handler's answer; None if it comes later, or in pieces."""
+        answer = handler(question)
+        if not isinstance(answer, GeneratorType):
+            return answer  # type: ignore[return-value]  # no other generator is one, and its bytes are checked
+        with self._lock:
+            begun = self._begun.setdefault(link, deque())
+        begun.append((question, answer))
+        if len(begun) == 1:
+            self._do_piece(link, begun)
+        return None
+
+    def _do_piece(self, link: Link, begun: deque[tuple[PeerQuestion, Pieces]]) -> None:
+        """Do a piece of the oldest question in pieces; the next one follows in the next round."""
+        if self._begun.get(link) is not begun:
+            return  # the link has ended
+        question, pieces = begun[0]
+        with suppress(BaseException):  # as above
+            question.answer_by(partial(_advance, pieces))
+        if pieces.gi_frame is None:  # it has ended
+            begun.popleft()
+        with self._lock:
+            if not begun and self._begun.get(link) is begun:
+                del self._begun[link]
+        if begun:
+            self._control.go_on(partial(self._do_piece, link, begun))
+
+    def _send(self, link: Link, question: Question, first: list[bool], answer: bytes | BaseException) -> None:
         """Send the answer; whoever empties ``first`` is the first. Threads: any."""
-        if isinstance(answer, LLMException):
-            message: Message = failed(number, answer)
+        if not isinstance(answer, BaseException):
+            message: Message = Answer(question.id, check_body("answer", answer))
+        elif isinstance(answer, LLMException):
+            message = failed(question.id, answer)
         else:
-            message = Answer(number, check_body("answer", answer))
+            text = f"unexpected error while a question {question.name!r} is answered"
+            self._log.log(logging.ERROR, question.name, text, answer)
+            internal = LLMException(f"internal error: {answer!r}", status_code=LLMStatusCode.LLM_FAILED)
+            message = failed(question.id, internal)
         with self._lock:
             if not first:
                 return
             first.clear()
             if link in self._unanswered:  # else it has ended
-                self._unanswered[link] -= 1
+                self._count(link, -1, -_size(question))
         link.tell(message)
 
     def drop_peer(self, link: Link) -> None:
         with self._lock:
             del self._unanswered[link]
+            self._held -= self._bytes.pop(link, 0)
+            begun = self._begun.pop(link, None)
             callbacks = list(self._lost)
+        if begun is not None:
+            try:
+                self._control.post(self._close, begun)  # one may run there
+            except StateError:  # none runs any more
+                self._close(begun)
         for callback in callbacks:
             try:
                 callback(link.peer.cluster_id, link.peer.incarnation.hex())
             except BaseException as error:  # noqa: BLE001 (of the user; the link's end must go on)
-                logger.error("unexpected error of a callback of on_peer_lost", exc_info=error)
+                self._log.log(logging.ERROR, _LOST, f"unexpected error of a {_LOST}", error)
+
+    def _close(self, begun: deque[tuple[PeerQuestion, Pieces]]) -> None:
+        """Close the generators of a link that has ended."""
+        for _, pieces in begun:
+            try:
+                pieces.close()
+            except BaseException as error:  # noqa: BLE001 (of the user, as above)
+                self._log.log(logging.ERROR, "", "unexpected error while a question in pieces is given up", error)
+
+
+def _size(question: Question) -> int:
+    return len(question.body) + _BYTES_EACH
+
+
+def _advance(pieces: Pieces) -> bytes | None:
+    """Do one piece; return the answer if that was the last."""
+    try:
+        next(pieces)
+    except StopIteration as end:
+        answer: bytes | None = end.value
+        return answer
+    return None
 
 
 def ask(links: LinkManager, cluster_id: int, name: str, body: bytes, deadline: Deadline) -> bytes:
