@@ -419,9 +419,16 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
         message: Message = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {error}") from error
-    if len(payload) > MAX_UNKNOWN and len(payload) - len(encode(message)) > MAX_UNKNOWN:
+    if len(payload) > MAX_UNKNOWN and len(payload) - _bytes_of(message) > MAX_UNKNOWN:
         raise ProtocolError(f"peer sent a {type(message).__name__} with more than {MAX_UNKNOWN} unknown bytes")
     return message
+
+
+def _bytes_of(message: Message) -> int:
+    """Return the size of what a message holds in bulk."""
+    values = msgspec.structs.astuple(message)
+    offers = message.offers.values() if isinstance(message, Greeting) else ()
+    return sum(len(each) for each in (*values, *offers) if isinstance(each, bytes | str))
 
 
 class RemoteFailure(LLMException):
