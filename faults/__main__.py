@@ -10,6 +10,7 @@ from typing import Any, Final
 PROGRAMS: Final = {
     "campaign": "faults.campaign.supervisor",
     "crowd": "faults.crowd",
+    "floods": "faults.floods",
     "fuzz": "faults.fuzz.command",
     "grants": "faults.grants",
     "interrupts": "faults.interrupts",

@@ -40,6 +40,9 @@ from llm_datadist.errors import LLMException
 _PATIENCE_SECONDS: Final = 2.0
 _FOREVER_MS: Final = 2**62
 _HELD_SECONDS: Final = 4.0
+#: Messages of a flood.
+_DIFFERENT: Final = 20
+_REPEATED: Final = 25
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,16 @@ class _Liar(Stranger):
             lambda: self.say(wire.UnlinkRequest(self._number), wire.UnlinkCancel()): 0.3,
             lambda: self.say(*(self._forge.frame() for _ in range(self._rng.randrange(1, 9)))): 3,
             self._ask_lane: 6 if self.lanes else 0,
+            self._flood: 1,
         }
         self._rng.choices(list(lies), list(lies.values()))[0]()
         time.sleep(self._rng.choice((0.0, 0.002, 0.02)))
+
+    def _flood(self) -> None:
+        """Say hundreds of one kind at once, but of none that may be believed: nobody else has to wait for them."""
+        kind = self._rng.choice(sorted(LINK.keys() - {"release", "consumed"}))
+        forge = Forge(self._rng.randrange(1 << 30), {kind: 1}, wrong=0.0)
+        self.say(*[forge.frame() for _ in range(_DIFFERENT)] * _REPEATED)
 
     def _found(self) -> Found | None:
         # Over shared memory the release of a key that was not read is believed.

@@ -14,6 +14,7 @@ import re
 import reprlib
 import socket
 from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, overload
 
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, OutOfMemory, ParamError, StateError
@@ -50,6 +51,12 @@ def check_type(name: str, value: object, types: type | tuple[type, ...]) -> Any:
     if isinstance(value, types):
         return value
     raise type_error(name, value, types)
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` can be called."""
+    if not callable(value):
+        raise type_error(name, value, FunctionType)
 
 
 def check_int(name: str, value: object) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -22,6 +23,24 @@ _NAMES: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": loggin
 def named(error: BaseException) -> str:
     """Return class and text of an exception."""
     return f"{type(error).__name__}: {error}"
+
+
+class SeldomLog:
+    """Log of what a peer can repeat without end: of each name at most one line a second. Threads: any.
+
+    A line says how many were left out since the line before. The names are this side's, so there are few.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, tuple[float, int]] = {}  # when the next may come, and number left out
+
+    def log(self, level: int, name: str, text: str, error: BaseException | None = None) -> None:
+        now, (again, left_out) = time.monotonic(), self._lines.get(name, (0.0, 0))
+        if now < again:
+            self._lines[name] = again, left_out + 1
+            return
+        self._lines[name] = now + 1, 0
+        logger.log(level, "%s%s", text, f" ({left_out} more like it)" if left_out else "", exc_info=error)
 
 
 def apply_environment(environ: Mapping[str, str] = os.environ) -> None:

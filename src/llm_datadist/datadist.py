@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from weakref import WeakSet
 
 from llm_datadist._checks import (
+    check_callable,
     check_enabled,
     check_int,
     check_list,
@@ -424,7 +425,8 @@ class LLMDataDist:
             DeadlineExceeded: No answer in time; a later one is dropped.
             LLMException: The handler's error, by its status: CacheMismatch for ``LLM_PARAM_INVALID``, CacheNotFound for
                 ``LLM_KV_CACHE_NOT_EXIST``, LinkError for ``LLM_LINK_BUSY``, also if the peer has 256 questions of this
-                instance to answer; ``LLM_FEATURE_NOT_ENABLED`` if it has no handler, or its release no questions.
+                instance to answer, or too many bytes; ``LLM_FEATURE_NOT_ENABLED`` if it has no handler, or its release
+                no questions.
         """
         engine = self._life.require_engine("ask")
         cluster_id = check_uint64("remote_cluster_id", remote_cluster_id)
@@ -436,23 +438,35 @@ class LLMDataDist:
     def answer_questions(self, name: str, handler: Callable[[PeerQuestion], bytes | None] | None) -> None:
         """Answer peers' questions of a name from now on; None ends that. An extension.
 
-        The handler runs on the control thread, so it must not wait. It returns the answer, or None if it calls
+        The handler runs on the control thread, so it must not wait, and should need less than a millisecond. It returns
+        the answer, or None if it calls
         :meth:`PeerQuestion.answer <llm_datadist.types.question.PeerQuestion.answer>` later, in any thread. The peer
-        gets an LLMException of the handler as status and text; another exception is logged here, too.
+        gets an LLMException of the handler as status and text; another exception is logged here, too, at most once a
+        second for each name.
+
+        A peer may have 256 questions unanswered. The unanswered questions of all peers have at most
+        64 MiB, and each peer leaves half of the rest to others. A further question is refused with ``LLM_LINK_BUSY``.
 
         Raises:
+            TypeError: ``handler`` cannot be called.
             ParamError: ``name`` not of 1 to 64 characters.
         """
         engine = self._life.require_engine("answer_questions")
-        engine.questions.serve(questions.check_name(name), handler)
+        checked = questions.check_name(name)
+        if handler is not None:
+            check_callable("handler", handler)
+        engine.questions.serve(checked, handler)
 
     def on_peer_lost(self, callback: Callable[[int, str], None]) -> None:
         """Call ``callback(cluster_id, incarnation)`` when a link has ended, for any reason. An extension.
 
         Its grants have ended by then. The callback runs in any thread of this library, and must not wait. It may come
-        twice for one link, and after the peer has a new one. It lasts until ``finalize``.
+        twice for one link, and after the peer has a new one. It lasts until ``finalize``. TypeError: it cannot be
+        called.
         """
-        self._life.require_engine("on_peer_lost").questions.on_peer_lost(callback)
+        engine = self._life.require_engine("on_peer_lost")
+        check_callable("callback", callback)
+        engine.questions.on_peer_lost(callback)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the difference, unless all tables agree; in idle moments. An extension."""

@@ -186,6 +186,21 @@ def test_a_question_without_answer_ends_in_time_and_too_many_are_refused(shm_pai
     assert decoder.do(ask, b"late yes") == b"yes"
 
 
+def bad_callables(world: World) -> None:
+    for bad in (5, "print"):
+        with pytest.raises(TypeError, match=r"handler only support \[function\]"):
+            world.dd.answer_questions("x", bad)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"callback only support \[function\]"):
+            world.dd.on_peer_lost(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="callback"):
+        world.dd.on_peer_lost(None)  # type: ignore[arg-type]
+    world.dd.answer_questions("x", None)
+
+
+def test_handlers_that_cannot_be_called_are_type_errors(shm_pair: Pair) -> None:
+    started(shm_pair).prompt.do(bad_callables)
+
+
 def test_a_peer_of_a_release_without_questions_is_named(shm_pair: Pair) -> None:
     with speaking(shm_pair.prompt, features=["reads-by-key"]):
         started(shm_pair)

@@ -12,10 +12,14 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import get_args
+from functools import partial
+from pathlib import Path
+from typing import cast, get_args
 from unittest.mock import Mock
 
 import msgspec
@@ -25,12 +29,16 @@ from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import loop, messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
+from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
+from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._native import BriefPoll
 from llm_datadist._native.signals import hold_signals
+from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
+from tests.unit.test_tls_session import shaken
 
 CONTROL = "llm-datadist-control"
 
@@ -130,6 +138,26 @@ def test_asyncio_has_its_turn_beside_what_is_served_without_end(control: Control
         assert turns == ["timer"]
 
 
+def test_asyncio_and_input_have_their_turns_beside_one_that_always_goes_on(control: ControlLoop) -> None:
+    turns: list[str] = []
+    over = threading.Event()
+
+    def go_on() -> None:
+        if not over.is_set():
+            control.go_on(go_on)
+
+    async def coroutine() -> None:
+        await asyncio.sleep(0.001)
+        turns.append("timer")
+
+    with served(control, lambda: turns.append("input")) as theirs:
+        control.call(go_on)
+        control.post(lambda: control.spawn(coroutine()))
+        theirs.send(b"x")
+        wait_until(lambda: sorted(turns) == ["input", "timer"])
+        over.set()
+
+
 def test_asyncio_is_not_told_of_what_a_served_callback_has_closed(control: ControlLoop) -> None:
     told: list[int] = []
     ours, theirs = socket.socketpair()
@@ -206,6 +234,11 @@ VALUES += [["release", -1, 0, 0], ["release", 2**63, 0, 0], ["failed", 1, 2, "x"
 VALUES += [["resolve", 1, False, [0, -1, 0], 1, 0, 0]]
 DEEP = b"\x91" * 200_000
 BYTES = [b"", b"\x92\xa4beat\xc7\xff\x01", DEEP, b"\x99\xa8resolved\x01\x01" + DEEP, pickle.dumps(Beat)]
+MANY = b"\xdd" + (1 << 17).to_bytes(4, "big") + b"\xc0" * (1 << 17)
+#: A Resolved with a large geometry, one with many guards, a Beat with much behind what is known.
+BYTES += [b"\x99\xa8resolved\x01\x01" + MANY + b"\x00\xc4\x00\xc4\x00\x90\x00"]
+BYTES += [b"\x99\xa8resolved\x01\x01\xc0\x00\xc4\x00\xc4\x00\x95" + b"\x92\x01\x01" * 5 + b"\x00"]
+BYTES += [b"\x93\xa4beat\x01" + MANY]
 BYTES += [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
 
 
@@ -213,6 +246,11 @@ BYTES += [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
 def test_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(payload)
+
+
+def test_unknown_elements_at_the_end_are_ignored_up_to_64_kib() -> None:
+    behind = b"\xdc" + (60_000).to_bytes(2, "big") + b"\xc0" * 60_000
+    assert decode(b"\x93\xa4beat\x01" + behind) == Beat(1)
 
 
 def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_large() -> None:
@@ -242,8 +280,13 @@ def test_a_frame_may_have_as_many_bytes_as_the_limit_and_what_came_before_a_larg
 class Ends:
     """A channel whose answers are UnlinkAcks, the socket at its other end, and what was reported in which thread."""
 
-    def __init__(self, control: ControlLoop, first: messages.Message | None = None) -> None:
-        self.control = control
+    def __init__(
+        self,
+        control: ControlLoop,
+        first: messages.Message | None = None,
+        tls: tuple[TlsSession, TlsSession] | tuple[None, None] = (None, None),
+    ) -> None:
+        self.control, self.tls = control, tls[1]
         self.ours, self.theirs = socket.socketpair()
         for sock in (self.ours, self.theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
@@ -254,7 +297,7 @@ class Ends:
         self.lost: list[str] = []
         self.threads: set[str] = set()
         self.on_message: Callable[[messages.Message], None] = lambda message: None
-        self.channel = Channel(control, self.ours, self._message, self._end, self._answer)
+        self.channel = Channel(control, self.ours, self._message, self._end, self._answer, tls[0])
         if first is not None:
             self.channel.send_first(first)
 
@@ -285,7 +328,8 @@ class Ends:
         return bool(self.lost) and self.ours.fileno() == -1
 
     def say(self, *said: messages.Message) -> None:
-        self.theirs.sendall(b"".join(map(frame, said)))
+        data = b"".join(map(frame, said))
+        self.theirs.sendall(data if self.tls is None else self.tls.encrypt(data))
 
     def read(self, count: int) -> list[messages.Message]:
         """Read messages at the other end until there are ``count``, or the stream ends."""
@@ -328,6 +372,21 @@ def ends(control: ControlLoop) -> Iterator[Ends]:
     ends = Ends(control).begin()
     yield ends
     ends.close()
+
+
+@contextmanager
+def held(control: ControlLoop) -> Iterator[None]:
+    """Hold the control thread, so that all that is said meanwhile is there when it looks."""
+    holds, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holds.set()
+        over.wait(30)
+
+    control.post(hold)
+    holds.wait(30)
+    yield
+    over.set()
 
 
 def join(*threads: threading.Thread) -> None:
@@ -483,6 +542,112 @@ def test_a_loop_that_has_stopped_ends_the_channel_at_the_next_use(control: Contr
     for each in (closed, read, late):
         assert each.ended()
         each.theirs.close()
+
+
+# Turns
+
+BEATS = [Beat(number) for number in range(64)]
+
+
+@pytest.mark.parametrize("flooders", [1, 10])
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_an_honest_message_waits_for_at_most_four_of_each_flooders(
+    control: ControlLoop, tmp_path: Path, flooders: int, encrypted: bool
+) -> None:
+    credentials = Credentials(CredentialFiles(secrets=new_secret(tmp_path / "secrets", "a")))
+    honest = Ends(control).begin()
+    floods = [Ends(control, tls=shaken(credentials) if encrypted else (None, None)).begin() for _ in range(flooders)]
+    waits: dict[int, Counter[int]] = {}
+    waited: list[int] = []
+
+    def heard_from(flooder: int, message: messages.Message) -> None:
+        for each in waits.values():
+            each[flooder] += 1
+        if flooder == 0 and message in BEATS[1::8]:
+            waits[message.count] = Counter()
+            honest.say(message)
+
+    for flooder, ends in enumerate(floods):
+        ends.on_message = partial(heard_from, flooder)
+    honest.on_message = lambda message: waited.append(max(waits.pop(cast("Beat", message).count).values(), default=0))
+    with held(control):
+        for ends in floods:
+            ends.say(*BEATS)
+    wait_until(lambda: len(waited) == 8 and all(len(ends.heard) == 64 for ends in floods))
+    assert max(waited) <= 4
+    assert all(ends.heard == BEATS for ends in floods), "each once, in order"
+    for ends in (honest, *floods):
+        wait_until(ends.at_rest)
+        ends.close()
+
+
+def test_a_message_that_takes_long_ends_the_turn(control: ControlLoop) -> None:
+    slow, honest, order = Ends(control).begin(), Ends(control).begin(), list[str]()
+
+    def spin(message: messages.Message) -> None:
+        order.append("slow")
+        if message == Beat(0):
+            honest.say(Beat(0))
+        until = time.perf_counter() + 0.001
+        while time.perf_counter() < until:
+            pass
+
+    slow.on_message = spin
+    honest.on_message = lambda message: order.append("honest")
+    slow.say(*BEATS[:8])
+    wait_until(lambda: len(order) == 9)
+    assert order.index("honest") == 1
+    for ends in (slow, honest):
+        ends.close()
+
+
+def test_what_came_before_the_end_is_handled_in_turns_before_it(ends: Ends) -> None:
+    with held(ends.control):
+        ends.say(*BEATS)
+        ends.theirs.shutdown(socket.SHUT_WR)
+    wait_until(ends.ended)
+    assert ends.heard == BEATS
+
+
+def test_a_caller_gets_an_answer_that_is_behind_the_frames_of_many_turns(ends: Ends) -> None:
+    waiter = ends.expect(7)
+    thread = ends.begin_to_wait(waiter)
+    ends.say(*BEATS[:32], UnlinkAck(7), *BEATS[32:])
+    join(thread)
+    assert waiter.answer == UnlinkAck(7)
+    wait_until(lambda: len(ends.heard) == 64)
+    assert ends.heard == BEATS
+    wait_until(ends.at_rest)
+
+
+def test_a_peer_that_reads_nothing_is_not_served_until_it_reads_even_what_has_come(ends: Ends) -> None:
+    answers = [Failed(number, 0, LARGE) for number in range(32)]
+
+    def answer(message: messages.Message) -> None:
+        for each in answers:
+            ends.channel.send(each)
+
+    ends.on_message = answer
+    ends.say(*BEATS)
+    wait_until(lambda: ends.channel._paused)
+    assert len(ends.heard) < 32
+    assert ends.read(64 * 32) == answers * 64
+    assert ends.heard == BEATS
+    wait_until(ends.at_rest)
+
+
+def test_a_channel_that_ends_between_two_turns_handles_nothing_more_and_is_closed(ends: Ends) -> None:
+    def close_after_this_turn(message: messages.Message) -> None:
+        if message == BEATS[0]:
+            ends.control.post(ends.channel.close, "enough")
+
+    ends.on_message = close_after_this_turn
+    ends.say(*BEATS)
+    wait_until(ends.ended)
+    ends.control.call(lambda: None)
+    assert ends.lost == ["enough"]
+    assert ends.heard == BEATS[: len(ends.heard)]
+    assert 1 <= len(ends.heard) <= 4
 
 
 def test_tune_sets_what_every_control_socket_has() -> None:

@@ -45,6 +45,8 @@ def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_e
     later.join()
     theirs.sendall(bytes(100_000))
     assert [receive(5), receive(5)] == [bytes(1 << 16), bytes(100_000 - (1 << 16))]
+    theirs.sendall(bytes(3))
+    assert [SocketInput(ours.fileno(), 2).receive(5) for _ in range(2)] == [bytes(2), bytes(1)]
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
     with pytest.raises(ConnectionResetError):

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 #: Unsent bytes above which the peer is not read: answers could fill memory.
 _PAUSE_BYTES: Final = 1 << 20
+#: What one channel may handle while all others wait.
+_TURN_MESSAGES: Final = 4
+_TURN_SECONDS: Final = 0.0002
+#: Received at once if encrypted: as many records of one byte as the control thread decrypts in a millisecond.
+_ENCRYPTED_BYTES: Final = 1 << 14
 #: Unsent bytes above which the channel ends: callers here still send.
 _ABORT_BYTES: Final = 16 << 20
 
@@ -100,7 +105,8 @@ class Channel:
     """The framed connection of one link, encrypted if it has a ``tls``.
 
     ``on_answer`` delivers an answer to its caller; it returns False for other messages, which ``on_message`` handles.
-    ``on_lost`` gets the reason, exactly once, and no ``on_message`` follows.
+    ``on_lost`` gets the reason, exactly once, and no ``on_message`` follows. The control thread handles messages in
+    turns: what a turn leaves is served after all other channels had theirs.
 
     Owns: the socket, which the last reader closes.
     Threads: any for ``begin``, ``send``, ``take_role``, ``wait``, ``forgo``, ``close``; the reader for ``on_answer``;
@@ -125,7 +131,7 @@ class Channel:
         self._on_lost = on_lost
         self._tls = tls
         # For the holder of the reader role.
-        self._input = SocketInput(sock.fileno())
+        self._input = SocketInput(sock.fileno(), *(() if tls is None else (_ENCRYPTED_BYTES,)))
         self._parser = FrameParser()
         self._set_aside: bytes | None = None  # a frame for the control thread
         self._for_control = False  # the role must go to the control thread
@@ -192,7 +198,7 @@ class Channel:
             self._control.loop.remove_writer(self._socket.fileno())
         if self._paused and len(self._backlog) <= _PAUSE_BYTES:
             self._paused = False
-            self._dispatch_and_release()
+            self._take_turn()
 
     def _begin(self, leftover: bytes) -> None:
         if not self._open:
@@ -201,14 +207,14 @@ class Channel:
             self._begin_flush()
         self._parser.feed(leftover)
         self._control.serve(self._socket, self._readable)
-        self._dispatch_and_release()
+        self._take_turn()
 
     def _readable(self) -> None:
         if not self.take_role():
             return  # a caller has it
         if not self._receive():
             self._finish("the peer closed the connection" + (" inside a frame" if self._parser.rest() else ""))
-        self._dispatch_and_release()
+        self._take_turn()
 
     def _receive(self, seconds: float = 0.0) -> bool:
         """Caller holds the reader role. Read for at most ``seconds``; return False at the end."""
@@ -227,26 +233,38 @@ class Channel:
             return False
         return data != b""
 
-    def _dispatch_and_release(self) -> None:
-        """Caller holds the reader role. Dispatch complete frames, then release or park it."""
+    def _take_turn(self) -> None:
+        """Caller holds the reader role. Handle some frames, then release the role, or keep it for the next turn."""
         self._parked = False
         if self._dispatch():
             self._release_role()
             return
-        self._parked = self._paused = True
+        self._parked = True
+        if not self._paused:
+            self._control.go_on(self._take_turn)
+            return
         with self._lock:
             self._unwatch()
 
     def _dispatch(self) -> bool:
-        """Dispatch complete frames; return False while the peer leaves too much unread."""
+        """Dispatch the complete frames of one turn; return False if some are left, or the peer leaves too much unread.
+
+        One message ends the turn if it took too long, so each should cost less than a millisecond.
+        """
+        handled, end = 0, time.perf_counter() + _TURN_SECONDS
         try:
             while self._open:
-                if len(self._backlog) > _PAUSE_BYTES:
+                self._paused = len(self._backlog) > _PAUSE_BYTES
+                if self._paused:
                     return False
                 payload, self._set_aside = self._set_aside, None
                 if payload is None and (payload := self._parser.take()) is None:
                     return True
+                if handled == _TURN_MESSAGES or (handled and time.perf_counter() > end):
+                    self._set_aside = payload
+                    return False
                 self._on_message(decode(payload))
+                handled += 1
         except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop)
             self._fail(error)
         return True
@@ -288,7 +306,7 @@ class Channel:
         if self.reader is waiter:
             self.reader = None
             handed, self._for_control = self._for_control, False
-            if not handed or not self._post(self._dispatch_and_release):
+            if not handed or not self._post(self._take_turn):
                 self._release_role()
 
     def _read_for(self, waiter: Waiter, seconds: float) -> None:

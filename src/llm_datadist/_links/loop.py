@@ -47,6 +47,7 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer = select.epoll()  # of served sockets, and of the inherited epoll
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
+        self._turns: list[Callable[[], None]] = []  # of the next round
         self._poll = BriefPoll(self._outer.fileno())
         self._expects = False
 
@@ -70,20 +71,25 @@ class _DirectSelector(selectors.EpollSelector):
         """Poll before the next sleep: a message will follow within microseconds. On the control thread."""
         self._expects = True
 
+    def go_on(self, turn: Callable[[], None]) -> None:
+        """Call ``turn`` in the next round, in which all others have theirs, too. On the control thread."""
+        self._turns.append(turn)
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait, call the direct callbacks, return the other events."""
+        """Do one round: wait, call the direct callbacks, then the turns left over; return the other events."""
         do_what_was_put_off()  # by finalizers that ran in a callback
-        if self._expects and timeout != 0:
+        turns, self._turns = self._turns, []
+        if turns:
+            timeout = 0
+        elif self._expects and timeout != 0:
             self._poll.run()
         asked = self._expects = False
         for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
-            callback = self._served.get(descriptor)
-            if callback is not None:
-                try:
-                    callback()
-                except Exception as error:  # noqa: BLE001 (ends that callback, never the loop)
-                    logger.error("unexpected error on the control thread: %r", error, exc_info=error)
+            if (callback := self._served.get(descriptor)) is not None:
+                _call(callback)
             asked |= descriptor == self._inherited
+        for turn in turns:
+            _call(turn)
         # Last: a callback may have closed a file of asyncio.
         return self._few_events() if asked else []
 
@@ -105,6 +111,14 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer.close()
 
 
+def _call(callback: Callable[[], None]) -> None:
+    """Call it; an exception ends that callback, never the loop."""
+    try:
+        callback()
+    except Exception as error:  # noqa: BLE001
+        logger.error("unexpected error on the control thread: %r", error, exc_info=error)
+
+
 class _EventLoop(asyncio.SelectorEventLoop):
     """A loop that counts as closed until made: asyncio cannot close one that lacked a descriptor."""
 
@@ -124,7 +138,7 @@ class ControlLoop:
     def __init__(self) -> None:
         selector = _DirectSelector()
         self.serve, self.listen, self.dismiss = selector.serve, selector.listen, selector.dismiss
-        self.expect = selector.expect
+        self.expect, self.go_on = selector.expect, selector.go_on
         self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)

@@ -44,6 +44,11 @@ MAX_READERS: Final = 1024
 MAX_GRANT: Final = FRAME_LIMIT - 64
 #: Bytes of a question or of its answer.
 MAX_BODY: Final = FRAME_LIMIT - 512
+#: Bytes in a message of elements that this version does not know: skipping them costs time.
+MAX_UNKNOWN: Final = 1 << 16
+#: Bytes of a cache's geometry, and guards of an answer.
+MAX_GEOMETRY: Final = 1024
+MAX_GUARDS: Final = 4
 #: Characters sent of an error text; :data:`Text` has room for more.
 MAX_REASON: Final = 4000
 #: Of a greeting.
@@ -242,8 +247,13 @@ class Resolved(Numbered, frozen=True):
     row: Id
     regions: bytes
     offsets: bytes
-    guards: list[Guarded]
+    guards: Annotated[list[Guarded], msgspec.Meta(max_length=MAX_GUARDS)]
     pin: Id
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, a ProtocolError of :func:`decode`, if the geometry is no peer's."""
+        if memoryview(self.geometry).nbytes > MAX_GEOMETRY:
+            raise ValueError(f"geometry: at most {MAX_GEOMETRY} bytes are allowed")
 
 
 class Failed(Numbered, frozen=True):
@@ -301,7 +311,7 @@ class Verify(Numbered, frozen=True):
 
     cache_id: int
     pin: Id
-    guards: Annotated[list[Guarded], msgspec.Meta(max_length=4)]
+    guards: Annotated[list[Guarded], msgspec.Meta(max_length=MAX_GUARDS)]
     push: bool
     extent: Id
     first: Id
@@ -424,7 +434,16 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
             message = msgspec.structs.replace(message, **cleaned)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {clean(str(error))}") from error
+    if len(payload) > MAX_UNKNOWN and len(payload) - _bytes_of(message) > MAX_UNKNOWN:
+        raise ProtocolError(f"peer sent a {type(message).__name__} with more than {MAX_UNKNOWN} unknown bytes")
     return message
+
+
+def _bytes_of(message: Message) -> int:
+    """Return the size of what a message holds in bulk."""
+    values = msgspec.structs.astuple(message)
+    offers = message.offers.values() if isinstance(message, Greeting) else ()
+    return sum(len(each) for each in (*values, *offers) if isinstance(each, bytes | str))
 
 
 class RemoteFailure(LLMException):

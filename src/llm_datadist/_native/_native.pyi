@@ -567,11 +567,12 @@ def send_now(fd: int, data: bytes | bytearray) -> int:
 class SocketInput:
     """Input of one stream socket, which the caller keeps open."""
 
-    def __init__(self, fd: int) -> None: ...
+    def __init__(self, fd: int, most: int = 65536) -> None: ...
     def receive(self, seconds: float = 0.0) -> bytes | None:
-        """Return at most 64 KiB, ``b""`` at the stream's end, None without input in time or after a signal.
+        """Return at most ``most`` bytes, never above 64 KiB.
 
-        It releases the GIL only to wait, first polling for 250 us while that pays. OSError: the connection is broken.
+        It is ``b""`` at the stream's end, None without input in time or after a signal. It releases the GIL only to
+        wait, first polling for 250 us while that pays. OSError: the connection is broken.
         """
 
 @final

@@ -57,13 +57,13 @@ inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t poll_ns, st
 // Input of a stream socket that the caller owns. Used under the GIL.
 class SocketInput {
 public:
-    explicit SocketInput(int fd) : fd_(fd) {}
+    SocketInput(int fd, std::size_t most) : fd_(fd), most_(std::min(most, most_bytes_received)) {}
 
     nb::object receive(double seconds) {
         static char bytes[most_bytes_received];
         ssize_t got;
         const auto nothing = [&] {
-            got = ::recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT);
+            got = ::recv(fd_, bytes, most_, MSG_DONTWAIT);
             return got < 0 && (errno == EAGAIN || errno == EINTR);
         };
         bool empty = nothing();
@@ -80,6 +80,7 @@ public:
 
 private:
     int fd_;
+    std::size_t most_;
     BusyWait busy_wait_;
 };
 
@@ -110,7 +111,7 @@ inline void bind_sockets(nb::module_& m) {
 
     m.def("send_now", &send_now, "fd"_a, "data"_a);
     nb::class_<SocketInput>(m, "SocketInput", nb::is_final())
-        .def(nb::init<int>(), "fd"_a)
+        .def(nb::init<int, std::size_t>(), "fd"_a, "most"_a = most_bytes_received)
         .def("receive", &SocketInput::receive, "seconds"_a = 0.0);
     nb::class_<BriefPoll>(m, "BriefPoll", nb::is_final()).def(nb::init<int>(), "fd"_a).def("run", &BriefPoll::run);
     m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a);

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._transfer.access import AccessPolicy
 
+_WITH_TENSORS: Final = CacheState.LIVE, CacheState.DEFERRED
 _MANY_IDS: Final = 1024  # located ids of a link, above which freed ones are dropped
 
 
@@ -89,12 +90,14 @@ class LocateTarget:
         self._policy = policy
         self._allowed = allowed
         self._warned = store.remote_accessible  # peers may write anyway
+        #: Ids of the caches of the last look-up, and their tensors: look-ups come more often than caches change.
+        self._last: tuple[list[int], NDArray[np.uint64]] = [], _tensors_of([])
 
     def on_locate(self, link: Link, message: Locate) -> None:
         try:
             check_enabled(self._allowed, "locate: llm.WriteByAddress=0 of the owner: name memory by caches and keys")
             self._policy.require_locate(link)
-            located = _located(self._store, self._policy, link, message)
+            located = self._located(link, message)
         except LLMException as error:
             link.tell(failed(message.id, error))
             return
@@ -110,40 +113,47 @@ class LocateTarget:
             )
         link.tell(located)
 
+    def _located(self, link: Link, message: Locate) -> Located:
+        if len(message.addresses) % 8 or message.nbytes < 1:
+            raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
+        addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
+        entries, _, _ = self._store.registry.snapshot()
+        live = [each for each in entries if each.life.state in _WITH_TENSORS and not each.closing]
+        live = [each for each in live if self._policy.may_see(link, each)]  # errors do not reveal the others
+        ids = [each.cache_id for each in live]
+        if ids != self._last[0]:
+            self._last = ids, _tensors_of(live)
+        bases, _, tensors, cache_ids, allocated, _ = _find(self._last[1], len(ids), addresses, message.nbytes).T
+        if len(link.caches.located) > _MANY_IDS:
+            link.caches.located &= set(ids)
+        link.caches.located |= set(cache_ids.tolist())
+        return Located(
+            message.id,
+            cache_ids.astype("<u8").tobytes(),
+            tensors.astype("<u4").tobytes(),
+            (addresses - bases).astype("<u8").tobytes(),
+            bool(allocated.any()),
+        )
 
-def _located(store: CacheStore, policy: AccessPolicy, link: Link, message: Locate) -> Located:
-    if len(message.addresses) % 8 or message.nbytes < 1:
-        raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
-    addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
-    entries, _, _ = store.registry.snapshot()
-    live = [each for each in entries if each.life.state in (CacheState.LIVE, CacheState.DEFERRED) and not each.closing]
-    live = [each for each in live if policy.may_see(link, each)]  # errors do not reveal the others
-    bases, _, tensors, cache_ids, allocated = _find(live, addresses, message.nbytes).T
-    if len(link.caches.located) > _MANY_IDS:
-        link.caches.located &= {entry.cache_id for entry in live}
-    link.caches.located |= set(cache_ids.tolist())
-    return Located(
-        message.id,
-        cache_ids.astype("<u8").tobytes(),
-        tensors.astype("<u4").tobytes(),
-        (addresses - bases).astype("<u8").tobytes(),
-        bool(allocated.any()),
-    )
 
-
-def _find(entries: list[Entry], addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
-    """Return (base, room, tensor, cache id, allocated) of each address; ParamError unless its range is in a tensor."""
-    parts = [np.empty((0, 5), np.uint64)]
+def _tensors_of(entries: list[Entry]) -> NDArray[np.uint64]:
+    """Return (base, bytes, tensor, cache id, allocated, remote-accessible) of each tensor, ordered by base."""
+    parts = [np.empty((0, 6), np.uint64)]
     for each in entries:
-        bases, room = each.storage.tensors.bases, each.geometry.tensor_bytes - nbytes
-        if each.remote_accessible and room >= 0:
-            part = np.empty((len(bases), 5), np.uint64)
-            part[:, 0], part[:, 2] = bases, np.arange(len(bases))
-            part[:, (1, 3, 4)] = room, each.cache_id, each.owned
-            parts.append(part)
+        bases = each.storage.tensors.bases
+        part = np.empty((len(bases), 6), np.uint64)
+        part[:, 0], part[:, 2] = bases, np.arange(len(bases))
+        part[:, (1, 3, 4, 5)] = each.geometry.tensor_bytes, each.cache_id, each.owned, each.remote_accessible
+        parts.append(part)
     rows = np.concatenate(parts)
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    bases, rooms = rows[:, 0], rows[:, 1]
+    return rows[np.argsort(rows[:, 0], kind="stable")]
+
+
+def _find(every: NDArray[np.uint64], caches: int, addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
+    """Return the row of each address; ParamError unless its range is in a remote-accessible tensor."""
+    size = np.uint64(nbytes)
+    rows = every[(every[:, 1] >= size) & (every[:, 5] > 0)]
+    bases, rooms = rows[:, 0], rows[:, 1] - size
     # The last tensor that begins at or before an address holds it, unless caches overlap.
     found = np.searchsorted(bases, addresses, side="right") - 1
     # Unsigned, so an address before the base differs by more than any room.
@@ -151,19 +161,19 @@ def _find(entries: list[Entry], addresses: NDArray[np.uint64], nbytes: int) -> N
     for i in np.flatnonzero(missing):
         holding = np.flatnonzero(addresses[i] - bases <= rooms)
         if not len(holding):
-            raise _misplaced(entries, int(addresses[i]), nbytes)
+            raise _misplaced(every, caches, addresses[i], nbytes)
         found[i] = holding[-1]
     return rows[found]
 
 
-def _misplaced(entries: list[Entry], address: int, nbytes: int) -> ParamError:
-    what = f"address {address:#x} (dst_addrs): {nbytes} bytes from there on"
-    for entry in entries:
-        into = np.uint64(address) - entry.storage.tensors.bases
-        inside = np.flatnonzero(into < np.uint64(entry.geometry.tensor_bytes))
-        if len(inside) and not entry.remote_accessible:
-            return ParamError(f"{what} begin in cache {entry.cache_id}, which has remote_accessible=False")
-        if len(inside):
-            left = entry.geometry.tensor_bytes - int(into[inside[0]])
-            return ParamError(f"{what} leave tensor {inside[0]} of cache {entry.cache_id}, which has {left} left")
-    return ParamError(f"{what} are in none of the {len(entries)} caches allocated or registered at the peer")
+def _misplaced(every: NDArray[np.uint64], caches: int, address: np.uint64, nbytes: int) -> ParamError:
+    what = f"address {int(address):#x} (dst_addrs): {nbytes} bytes from there on"
+    into = address - every[:, 0]
+    around = every[into < every[:, 1]]
+    if not len(around):
+        return ParamError(f"{what} are in none of the {caches} caches allocated or registered at the peer")
+    base, room, tensor, cache_id, _, writable = around[np.argmin(around[:, 3])].tolist()
+    if not writable:
+        return ParamError(f"{what} begin in cache {cache_id}, which has remote_accessible=False")
+    left = base + room - int(address)
+    return ParamError(f"{what} leave tensor {tensor} of cache {cache_id}, which has {left} left")

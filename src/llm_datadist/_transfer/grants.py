@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import check_rule, check_type, check_uint64, require_intact
+from llm_datadist._checks import check_callable, check_rule, check_type, check_uint64, require_intact
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._log import logger
 from llm_datadist._native import parse_indices
@@ -153,6 +153,8 @@ class Grants:
         with self._lock:
             self._require_open()
         numbers = parse_indices("blocks", blocks)
+        if on_end is not None:
+            check_callable("on_end", on_end)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
         if ttl is None:
             check_rule(peer is not None, "ttl: None, only a grant for a peer ends without a lifetime")

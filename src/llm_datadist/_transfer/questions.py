@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import check_rule, check_text, check_type
 from llm_datadist._links.messages import MAX_BODY, Answer, Question, RemoteFailure, failed
 from llm_datadist._links.versions import QUESTIONS
-from llm_datadist._log import logger
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ParamError, ProtocolError
+from llm_datadist._log import SeldomLog
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.question import PeerQuestion
 
 if TYPE_CHECKING:
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 
     Handler = Callable[[PeerQuestion], bytes | None]
 
-_MAX_UNANSWERED: Final = 256  # of one link; beyond, the answer is LLM_LINK_BUSY
+# Of unanswered questions; beyond, the answer is LLM_LINK_BUSY.
+_MAX_UNANSWERED: Final = 256  # of one link
+_MAX_BYTES: Final = 64 << 20  # of all links
+_BYTES_EACH: Final = 1024  # besides the body
 _MAX_NAME: Final = 64
+_LOST: Final = "callback of on_peer_lost"
 
 
 def check_name(name: object) -> str:
@@ -45,14 +50,21 @@ def check_body(name: str, body: object) -> bytes:
 
 
 class Questions:
-    """Handlers of this instance. Threads: control for questions, any for the rest; handlers run outside the lock."""
+    """Handlers of this instance, and their unanswered questions.
+
+    Threads: control for questions, any for the rest; handlers run outside the lock.
+    """
 
     def __init__(self, access: AccessPolicy) -> None:
         self._access = access
         self._lock = threading.Lock()
         self._handlers: dict[str, Handler] = {}
         self._lost: list[Callable[[int, str], None]] = []
+        # Of unanswered questions: number and bytes of each link, and all bytes.
         self._unanswered: Counter[Link] = Counter()
+        self._bytes: Counter[Link] = Counter()
+        self._held = 0
+        self._log = SeldomLog()
 
     def serve(self, name: str, handler: Handler | None) -> None:
         with self._lock:
@@ -67,19 +79,11 @@ class Questions:
 
     def on_question(self, link: Link, message: Question) -> None:
         try:
-            self._access.require_ask(link)  # first: nobody else learns which questions are answered
-        except ParamError as error:
-            link.tell(failed(message.id, error))
+            handler = self._admit(link, message)
+        except LLMException as refusal:
+            link.tell(failed(message.id, refusal))
             return
-        busy = LLMStatusCode.LLM_LINK_BUSY
-        with self._lock:
-            handler, full = self._handlers.get(message.name), self._unanswered[link] >= _MAX_UNANSWERED
-            self._unanswered[link] += not full
-        if full:
-            text = f"{_MAX_UNANSWERED} questions of this peer wait already"
-            link.tell(failed(message.id, LinkError(text, status_code=busy)))
-            return
-        send = partial(self._send, link, message.id, [True])
+        send = partial(self._send, link, message, [True])
         question = PeerQuestion(self._access.asker(link), message.body, message.budget_ms, send)
         if handler is not None:
             with suppress(BaseException):  # it is logged, and ends no thread of the library
@@ -88,29 +92,63 @@ class Questions:
         none = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
         question.refuse(LLMException("no handler answers questions of this name", status_code=none))
 
-    def _send(self, link: Link, number: int, first: list[bool], answer: bytes | LLMException) -> None:
+    def _admit(self, link: Link, message: Question) -> Handler | None:
+        """Count a question, and return its handler. Raises LLMException if it is refused."""
+        if QUESTIONS not in link.spoken.features:
+            text = "this link was made without questions"
+            raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+        self._access.require_ask(link)  # before the handler: nobody else learns which questions are answered
+        size = _size(message)
+        with self._lock:
+            text = ""
+            if self._unanswered[link] >= _MAX_UNANSWERED:
+                text = f"{_MAX_UNANSWERED} questions of this peer wait already"
+            elif self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so one peer leaves half to the others
+                text = "too many bytes of questions wait already, of this peer or of all"
+            if text:
+                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+            self._count(link, 1, size)
+            return self._handlers.get(message.name)
+
+    def _count(self, link: Link, number: int, size: int) -> None:
+        """Under the lock."""
+        self._unanswered[link] += number
+        self._bytes[link] += size
+        self._held += size
+
+    def _send(self, link: Link, question: Question, first: list[bool], answer: bytes | BaseException) -> None:
         """Send the answer; whoever empties ``first`` is the first. Threads: any."""
-        if isinstance(answer, LLMException):
-            message: Message = failed(number, answer)
+        if not isinstance(answer, BaseException):
+            message: Message = Answer(question.id, check_body("answer", answer))
+        elif isinstance(answer, LLMException):
+            message = failed(question.id, answer)
         else:
-            message = Answer(number, check_body("answer", answer))
+            text = f"unexpected error while a question {question.name!r} is answered"
+            self._log.log(logging.ERROR, question.name, text, answer)
+            internal = LLMException(f"internal error: {answer!r}", status_code=LLMStatusCode.LLM_FAILED)
+            message = failed(question.id, internal)
         with self._lock:
             if not first:
                 return
             first.clear()
             if link in self._unanswered:  # else it has ended
-                self._unanswered[link] -= 1
+                self._count(link, -1, -_size(question))
         link.tell(message)
 
     def drop_peer(self, link: Link) -> None:
         with self._lock:
             del self._unanswered[link]
+            self._held -= self._bytes.pop(link, 0)
             callbacks = list(self._lost)
         for callback in callbacks:
             try:
                 callback(link.peer.cluster_id, link.peer.incarnation.hex())
             except BaseException as error:  # noqa: BLE001 (of the user; the link's end must go on)
-                logger.error("unexpected error of a callback of on_peer_lost", exc_info=error)
+                self._log.log(logging.ERROR, _LOST, f"unexpected error of a {_LOST}", error)
+
+
+def _size(question: Question) -> int:
+    return len(question.body) + _BYTES_EACH
 
 
 def ask(links: LinkManager, cluster_id: int, name: str, body: bytes, deadline: Deadline) -> bytes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import check_rule
-from llm_datadist._log import logger
 from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
-from llm_datadist.errors import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Send = Callable[[bytes | LLMException], None]
+    from llm_datadist.errors import LLMException
+
+    Send = Callable[[bytes | BaseException], None]
 
 
 RIGHTS: Final = ("pull", "push", "locate", "consume")
@@ -83,11 +83,8 @@ class PeerQuestion(OfProcess):
         try:
             if (body := function()) is not None:
                 self.answer(body)
-        except LLMException as error:
-            self.refuse(error)
         except BaseException as error:  # of the user; the peer would wait
-            logger.error("unexpected error while a question is answered", exc_info=error)
-            self.refuse(LLMException(f"internal error: {error!r}", status_code=LLMStatusCode.LLM_FAILED))
+            self._send(error)
             if not isinstance(error, Exception):
                 raise
 
