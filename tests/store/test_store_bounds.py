@@ -15,7 +15,7 @@ from llm_datadist.store import StoreClient, StoreOptions, StoreServer, messages
 from llm_datadist.store.events import KEY_BYTES, EventLog
 from llm_datadist.store.savers import Savers
 from llm_datadist.store.slots import SLOT_BYTES, Slots
-from llm_datadist.types.question import PeerQuestion
+from llm_datadist.types.question import Asker, PeerQuestion
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.ends import Call
@@ -296,14 +296,13 @@ class Crowd:
         self.begun = threading.Semaphore(0)
 
     def ask(self, client: int, origin: str, job: Callable[[], bytes]) -> None:
-        def send(answer: bytes | LLMException) -> None:
+        def send(answer: bytes | BaseException) -> None:
             if isinstance(answer, LLMException):
                 self.refused.append(answer)
             else:
                 self.done.append(client)
 
-        question = PeerQuestion(client, "incarnation", b"", 1000, send)
-        object.__setattr__(question, "origin", origin) if "origin" in PeerQuestion.__slots__ else None
+        question = PeerQuestion(Asker(client, "incarnation", origin, "", frozenset()), b"", 1000, send)
         self.savers.submit(question, job)
 
     def stand_still(self) -> bytes:
@@ -361,7 +360,7 @@ def test_a_thread_goes_on_whose_refusal_raises(crowd: Crowd, caplog: pytest.LogC
         raise MemoryError
 
     for client in range(16):
-        crowd.savers.submit(PeerQuestion(client, "x", b"", 1, send), lambda: b"")
+        crowd.savers.submit(PeerQuestion(Asker(client, "x", "one", "", frozenset()), b"", 1, send), lambda: b"")
     wait_until(lambda: not crowd.savers.waiting())
     crowd.ask(1, "one", lambda: b"")
     wait_until(lambda: 1 in crowd.done)
