@@ -233,8 +233,7 @@ class Statistics:
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).
         reconnects: Lost links that this instance has dialled back.
-        tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets`` (of
-            peers that were linked), ``link_notes`` (why links ended).
+        tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets``.
     """
 
     pools: tuple[PoolStatistics, ...]
@@ -252,4 +251,4 @@ class Statistics:
     operations: tuple[OperationStatistics, ...]
     links_lost: dict[str, int] = field(default_factory=dict)
     reconnects: int = 0
-    tables: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, int] = field(default_factory=dict, compare=False)  # history, no state

@@ -450,7 +450,7 @@ def test_same_user_only_links_no_process_of_another_user(four: list[ChildEnd], b
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.parametrize("admitted", ["same user", "llm.SameHostUsers", "llm.Insecure", "llm.AuthSecretFile"])
 def test_same_user_only_links_its_own_and_admitted_users_and_yields_to_credentials(
-    four: list[ChildEnd], tmp_path: Path, admitted: str
+    four: list[ChildEnd], socket_folder: Path, admitted: str
 ) -> None:
     owner, reader = four[:2]
     given = {"llm.SameHostUsers": {admitted: str(USER)}, "llm.Insecure": {admitted: "1"}}.get(
@@ -458,10 +458,9 @@ def test_same_user_only_links_its_own_and_admitted_users_and_yields_to_credentia
     )
     theirs: dict[str, str] = {}
     if admitted == "llm.AuthSecretFile":
-        given, theirs = secret_file(tmp_path / "a", a=SECRET), secret_file(tmp_path / "b", a=SECRET)
+        socket_folder.chmod(0o711)
+        given, theirs = (secret_file(socket_folder / name, a=SECRET) for name in "ab")
         os.chown(theirs[admitted], USER, USER)
-        for folder in (tmp_path, *tmp_path.parents[:2]):
-            folder.chmod(0o711)
     if admitted != "same user":
         reader.do(become, USER)
     owner.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=ONLY | given)

@@ -287,7 +287,7 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
     assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
     assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
-    tables = {"ended_grants": 0, "peer_secrets": 1, "link_notes": 0}
+    tables = {"ended_grants": 0, "peer_secrets": 1}
     for name, entries in tables.items():
         assert prompt[f'llm_datadist_table_entries{{cluster="1",table="{name}"}}'] == entries
     waits = [f'llm_datadist_{name}{{cluster="1"}}' for name in ("unconsumed_bytes", "oldest_key_seconds")]

@@ -578,7 +578,9 @@ class Listener:
         await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
         hello = await frames.receive(Hello)
         if why := self._endpoint.why_not_user(sock):
-            await frames.send(Refused(int(LLMStatusCode.LLM_LINK_FAILED), why, authentication=True))
+            await frames.send(
+                Refused(int(LLMStatusCode.LLM_LINK_FAILED), f"the listener says: {why}", authentication=True)
+            )
             raise AuthFailed(why)
         try:
             self._endpoint.check_identity(frames.tls, hello)

@@ -44,7 +44,7 @@ class Peer:
 
     @classmethod
     def of(cls, greeting: Greeting) -> Peer:
-        return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host)
+        return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host[:255])
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id} (pid {self.pid} on {self.host})"

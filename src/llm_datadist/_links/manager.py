@@ -184,11 +184,6 @@ class LinkManager:
     def reconnected(self) -> int:
         return self._reconnector.succeeded
 
-    @property
-    def tables(self) -> dict[str, int]:
-        """Entries of the tables that fill for hours."""
-        return {"peer_secrets": self.endpoint.peer_secrets.kept, "link_notes": self._table.notes}
-
     def check_integrity(self) -> None:
         self._table.check_integrity()
         self.communicators.check_integrity()

@@ -406,14 +406,14 @@ encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
-#: Texts of a peer, which :func:`decode` cleans, and their most characters.
-_TEXTS: Final[dict[type[Message], dict[str, int]]] = {
-    Hello: {"host": 255},
-    Welcome: {"host": 255},
-    Refused: {"text": 4096},
-    TransportChoice: {"transport": 64, "reason": 4096},
-    Failed: {"text": 4096},
-    ClaimOver: {"why": 4096},
+#: Texts of a peer, which :func:`decode` cleans.
+_TEXTS: Final[dict[type[Message], tuple[str, ...]]] = {
+    Hello: ("host",),
+    Welcome: ("host",),
+    Refused: ("text",),
+    TransportChoice: ("transport", "reason"),
+    Failed: ("text",),
+    ClaimOver: ("why",),
 }
 
 
@@ -429,9 +429,8 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
     """Return the message. Raises ProtocolError if it is malformed."""
     try:
         message: Message = _decoder.decode(payload)
-        if (texts := _TEXTS.get(type(message))) is not None:
-            cleaned = {name: clean(getattr(message, name), most) for name, most in texts.items()}
-            message = msgspec.structs.replace(message, **cleaned)
+        if texts := _TEXTS.get(type(message)):
+            message = msgspec.structs.replace(message, **{name: clean(getattr(message, name)) for name in texts})
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {clean(str(error))}") from error
     if len(payload) > MAX_UNKNOWN and len(payload) - _bytes_of(message) > MAX_UNKNOWN:

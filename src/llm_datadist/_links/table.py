@@ -170,11 +170,6 @@ class LinkTable:
         with self._changed:  # a copy: an exception keeps frames and their objects
             _remember(self._past, cluster_id, (what, time.monotonic(), copy(why)))
 
-    @property
-    def notes(self) -> int:
-        """Number of clusters with a note."""
-        return len(self._past)
-
     def past(self, cluster_id: int) -> tuple[str, LLMException | None]:
         """Return the last note, as the end of an error text, and its exception."""
         what, when, why = self._past.get(cluster_id, ("", 0.0, ""))
