@@ -103,6 +103,7 @@ def _annotations(kind: type) -> str:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    each: type
     for each in type.__subclasses__(kind):
         yield each
         if each is not type:
