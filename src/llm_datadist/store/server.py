@@ -91,7 +91,7 @@ class _Space:
         self.sweep_at = 2 * len(left) + _SWEEP_EVERY
 
 
-@public_calls_hold_signals(whole=("__init__", "close", "__exit__"), __init__="_end")
+@public_calls_hold_signals(whole=("__init__", "close"), __init__="_end")
 class StoreServer(OfProcess):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
@@ -167,21 +167,19 @@ class StoreServer(OfProcess):
         Inside another call of this thread, as by a finalizer (``__del__``), it happens when that call ends.
 
         Raises:
-            StateError: Called in a control thread or a thread of this store: it cannot wait for its own end.
+            StateError: Called in a control thread or a thread of a store: it cannot wait for its own end.
         """
-        self._close()
+        thread = threading.current_thread().name
+        if must_not_wait() or thread.startswith(_NAME):
+            raise StateError(f"close: called in {thread}; call it from another thread")
+        if not put_off(self._end):
+            self._end()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if must_not_wait() or self._savers.inside():
-            raise StateError(f"close: called in {threading.current_thread().name}; call it from another thread")
-        if not put_off(self._end):
-            self._end()
+        self.close()
 
     def _end(self, _: object = None) -> None:
         self._savers.close()
@@ -450,10 +448,6 @@ class _Savers:
     def waiting(self) -> int:
         with self._lock:
             return sum(map(len, self._jobs.values()))
-
-    def inside(self) -> bool:
-        """Return True on one of the threads."""
-        return threading.current_thread() in self._threads
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""
