@@ -31,13 +31,8 @@ from llm_datadist._checks import (
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
-from llm_datadist._native.signals import (
-    hold_signals,
-    inside_another_call,
-    public_calls_hold_signals,
-    put_off,
-    require_outermost,
-)
+from llm_datadist._native._native import inside_another_call
+from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
 from llm_datadist._transfer import linking, questions
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
@@ -473,15 +468,6 @@ class LLMDataDist:
         self._life.require_engine("check_integrity").check_integrity()
 
 
-class Change:
-    """An ``init``, ``finalize`` or ``switch_role`` that runs."""
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-        self.thread = threading.get_ident()
-        self.over = threading.Event()
-
-
 class Life:
     """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:data:`life_of`)."""
 
@@ -496,7 +482,7 @@ class Life:
         self.manager: CacheManager | KvCacheManager | None = None
         self.init_undoable = False  # until another init() has found it initialised
         #: At most one. No lock: user code runs meanwhile, as loggers, devices and callbacks of lost peers.
-        self.changes: dict[None, Change] = {}
+        self.changes: dict[None, tuple[str, int, threading.Event]] = {}  # call, thread, whether it is over
         Life.known.add(self)
 
     @contextmanager
@@ -506,22 +492,20 @@ class Life:
         Inside another call of this thread that is a StateError: the change may wait for this thread. Unless ``waits``,
         it begins False beside a finalize.
         """
-        mine = Change(call)
+        mine = call, threading.get_ident(), threading.Event()
         while (other := self.changes.setdefault(None, mine)) is not mine:
-            if other.call == "finalize" and not waits:
+            running, thread, over = other
+            if running == "finalize" and not waits:
                 yield False
                 return
-            if other.thread == mine.thread or inside_another_call():
-                raise StateError(
-                    f"{call}: called by a callback while {other.call} runs, which may wait for it; call it afterwards, "
-                    "or from another thread"
-                )
-            other.over.wait()
+            if thread == mine[1] or inside_another_call():
+                raise StateError(f"{call}: called by a callback while {running} runs; call it after that")
+            over.wait()
         try:
             yield True
         finally:
             self.changes.clear()
-            mine.over.set()
+            mine[2].set()
 
     def require_engine(self, call: str) -> Engine:
         if (engine := self.engine) is None:

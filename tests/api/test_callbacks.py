@@ -27,6 +27,7 @@ from llm_datadist import (
 )
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.testing.staged_device import StagedDevice
+from llm_datadist.types.question import PeerQuestion
 from tests.support.ends import ChildEnd
 from tests.support.kinds import World
 from tests.support.layers import Always
@@ -154,7 +155,11 @@ CALLS: Final[dict[str, Callable[[Stage], object]]] = {
 
 # --- callbacks: each function brings one about, in which ``act`` runs -------------------------------------------------
 def in_handler(s: Stage, act: Callable[[], None]) -> None:
-    s.dd.answer_questions("act", lambda _: act() or b"")  # type: ignore[func-returns-value]
+    def handler(_: PeerQuestion) -> bytes:
+        act()
+        return b""
+
+    s.dd.answer_questions("act", handler)
     s.stays.ask(1, "act", b"", 10_000)
 
 

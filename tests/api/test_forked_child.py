@@ -57,14 +57,15 @@ PLAIN: Final = {
     "TransferWithCacheKeyConfig": "a destination",
     "Status": "a status",
 }
+_WITH: Final = ("__enter__", "__exit__")
 #: Members of other classes that read values, and why the last does not need a check.
 VALUES: Final = {
     *(f"Grant.{name}" for name in ("guard", "incarnation", "to_bytes")),
     *(f"Cache.{name}" for name in ("cache_id", "is_blocks_cache")),
     "PeerQuestion.answer_by",  # runs the user's function, then answers by answer or refuse
+    *(f"{kind}.{name}" for kind in ("StoreClient", "StoreServer") for name in _WITH),  # the end of the block closes
 }
 ROUNDS: Final = 12
-_WITH: Final = ("__enter__", "__exit__")
 
 
 def is_value(kind: type) -> bool:
@@ -103,6 +104,7 @@ def _annotations(kind: type) -> str:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    each: type
     for each in type.__subclasses__(kind):
         yield each
         if each is not type:
@@ -217,6 +219,8 @@ def test_each_call_is_refused_in_a_child_forked_while_threads_of_the_parent_send
     found = forker.do(refusals)
     wrong = {name: said for name, said in found.items() if name not in VALUES and said != {refused(name)}}
     assert wrong == {}
+    for kind in ("StoreClient", "StoreServer"):
+        assert found[f"{kind}.__exit__"] == {refused(f"{kind}.close")}
     owned = {each for each in met() if issubclass(each, OfProcess) and not is_value(each)} - {OfProcess}
     assert {name.partition(".")[0] for name in found} == {each.__name__ for each in owned}
     assert forker.do(end) == (b"of the parent", 1)

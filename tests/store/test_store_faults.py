@@ -271,8 +271,10 @@ def use_in_a_fork(world: World, keys: list[bytes]) -> None:
             client.save(keys, cache, [0, 1])
         with pytest.raises(StateError):
             client.load(hit, cache, [5, 6], release=False)
-        client.release(hit)
-        client.close()
+        with pytest.raises(StateError):
+            client.release(hit)
+        with pytest.raises(StateError):
+            client.close()
 
     in_a_forked_child(refused)
 

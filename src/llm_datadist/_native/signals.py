@@ -9,8 +9,7 @@ Finalizers run wherever a thread allocates, also under a lock that they would wa
 which queues it until the thread's outermost call ends; calls that cannot be late use :func:`require_outermost`. Threads
 of the library run their work as such calls.
 
-The same wrapper refuses calls of an :class:`OfProcess` in a forked child, before they take a lock that a thread of the
-parent may have held at the fork.
+In a forked child the wrapper refuses calls of an :class:`OfProcess`: threads of the parent may have held any lock.
 """
 
 from __future__ import annotations
@@ -26,15 +25,7 @@ from llm_datadist.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "OfProcess",
-    "do_what_was_put_off",
-    "hold_signals",
-    "inside_another_call",
-    "public_calls_hold_signals",
-    "put_off",
-    "require_outermost",
-]
+__all__ = ["do_what_was_put_off", "hold_signals", "public_calls_hold_signals", "put_off", "require_outermost"]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 C = TypeVar("C", bound=type)
@@ -44,10 +35,7 @@ _COPIED: Final = (*WRAPPER_ASSIGNMENTS, "__code__", "__defaults__", "__kwdefault
 
 
 class OfProcess:
-    """Base of objects whose public calls are for the process that made them.
-
-    :func:`public_calls_hold_signals` makes the calls of a subclass raise StateError in a forked child.
-    """
+    """Base of objects whose public calls (:func:`public_calls_hold_signals`) are StateErrors in a forked child."""
 
     __slots__ = ("_pid",)
     _pid: int
@@ -89,14 +77,13 @@ def public_calls_hold_signals(
 ) -> Callable[[C], C]:
     """Make a class's public calls hold signals; ``undone_by`` maps them to methods that revert them.
 
-    Those of an :class:`OfProcess` include its properties and its ``with`` block. ``plain`` ones stay as they are.
+    Those of an :class:`OfProcess` include its properties. ``plain`` ones stay as they are.
     """
 
     def decorate(kind: C) -> C:
         owned = issubclass(kind, OfProcess)
         for name, member in list(vars(kind).items()):
-            public = not name.startswith("_") or name in undone_by or (owned and name in ("__enter__", "__exit__"))
-            if not public or name in plain:
+            if name in plain or (name.startswith("_") and name not in undone_by):
                 continue
             if type(member) is FunctionType:  # a call that holds signals looks like one
                 undo = _undo(undone_by.get(name))

@@ -19,7 +19,7 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import DRAIN
 from llm_datadist._checks import check_rule
 from llm_datadist._native import CopyPool, Plan, Tensors
-from llm_datadist._native.signals import inside_another_call
+from llm_datadist._native._native import inside_another_call
 from llm_datadist._threads import Threads
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError, StateError
 from llm_datadist.metrics import SwapStatistics

@@ -102,7 +102,7 @@ class LlmDataDist:
             # Made at the first call: bad arguments of the constructor are a status.
             if self._state.dist is None:
                 made = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
-                self._state.made.setdefault(None, made)  # no lock, which a thread of the parent could hold at a fork
+                vars(self._state).setdefault("dist", made)  # the first one; a fork could inherit a lock
             dist = self.datadist
             life = life_of(dist)
             life.init_undoable = False
@@ -460,13 +460,10 @@ class LlmDataDist:
 class _State:
     """State that the calls of one LlmDataDist share."""
 
-    def __init__(self) -> None:
-        self.made: dict[None, LLMDataDist] = {}  # at most one
-        self.errors = threading.local()
+    dist: LLMDataDist | None = None
 
-    @property
-    def dist(self) -> LLMDataDist | None:
-        return self.made.get(None)
+    def __init__(self) -> None:
+        self.errors = threading.local()
 
 
 class _StatusCall(AbstractContextManager["_StatusCall"]):

@@ -133,11 +133,8 @@ class StoreClient(OfProcess):
         self._resume_at = 0.0  # monotonic; no question before
         self._late = 0  # answers in a row
         self._warned = ""
-        self._pause: float | None = None  # seconds between dials
-        # By a weak reference: the thread of a client that its caller never got, or dropped, ends.
-        self._dialler = threading.Thread(
-            target=StoreClient._run, args=(weakref.ref(self),), name="llm-datadist-store-dial", daemon=True
-        )
+        weak = weakref.proxy(self)  # the thread of a client that its caller never got, or dropped, ends
+        self._dialler = threading.Thread(target=_dial, args=(weak,), name="llm-datadist-store-dial", daemon=True)
         self._dialler.start()
 
     def connect(self, timeout: float) -> bool:
@@ -351,17 +348,14 @@ class StoreClient(OfProcess):
 
         Inside another call of this thread, as by a finalizer (``__del__``), it ends when that call ends.
         """
-        self._close()
+        if not put_off(self._end):
+            self._end()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if not put_off(self._end):
-            self._end()
+        self.close()
 
     def _end(self, _: object = None) -> None:
         self._closed = True
@@ -412,34 +406,25 @@ class StoreClient(OfProcess):
         with suppress(LLMException):
             self._ask(messages.SUSPECT, body, _SUSPECT_MS)
 
-    @staticmethod
-    def _run(ref: weakref.ref[StoreClient]) -> None:
-        """Link to the store whenever it is wanted. In a thread of its own, which does not keep the client."""
-        while (self := ref()) is not None:
-            pause, wanted = self._dial(), self._wanted
-            del self
-            if pause is None:
+    def _dial(self) -> None:
+        """Link to the store whenever it is wanted. In a thread of its own."""
+        pause: float | None = None  # seconds
+        while True:
+            self._wanted.clear()  # before the look: whoever sets it afterwards is heard
+            if self._closed:
                 return
-            wanted.wait(pause)
-
-    def _dial(self) -> float | None:
-        """Link to the store unless it is linked; return the seconds until the next look, or None to end."""
-        self._wanted.clear()  # before the look: whoever sets it afterwards is heard
-        if self._closed:
-            return None
-        try:
-            linked = self._link()
-        except StateError:
-            return None  # finalized
-        if not linked:
-            self._linked.clear()
-            self._pause = _FIRST_PAUSE if self._pause is None else min(2 * self._pause, _LONGEST_PAUSE)
-            return self._pause
-        if not self._linked.is_set():
-            self._resume_at, self._pause = 0.0, None
-            self._linked.set()
-        # A call may have noticed the end of the link before the link itself has: look once more.
-        return _LOOK_PAUSE
+            try:
+                linked = self._link()
+            except StateError:
+                return  # finalized
+            if not linked:
+                self._linked.clear()
+                pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)
+            elif not self._linked.is_set():
+                self._resume_at, pause = 0.0, None
+                self._linked.set()
+            # A call may have noticed the end of the link before the link itself has: look once more.
+            self._wanted.wait(_LOOK_PAUSE if linked else pause)
 
     def _link(self) -> bool:
         """Link to the store unless it is linked; return True if it is."""
@@ -470,6 +455,11 @@ class StoreClient(OfProcess):
             self._warn(f"its cluster id is linked at {link.dialled}; a store and its address have one id each")
             return ""
         return link.peer_incarnation
+
+
+def _dial(client: StoreClient) -> None:
+    with suppress(ReferenceError):
+        StoreClient._dial(client)  # noqa: SLF001 (of this module; the client is a proxy)
 
 
 def shape_of(cache: Cache) -> BlockShape:

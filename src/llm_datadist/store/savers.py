@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     Name = tuple[int, str]
 
 _THREADS: Final = 8
-_NAME: Final = "llm-datadist-store-save"
+#: Beginning of the names of a store's threads.
+THREADS: Final = "llm-datadist-store-save"
 _MAX_WAITING: Final = 16  # of one client; beyond, the answer is LLM_LINK_BUSY
 _MAX_PROMPT: Final = 4096  # clients remembered
 
@@ -44,7 +45,7 @@ class Savers:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(_THREADS):
-                thread = threading.Thread(target=self._run, name=f"{_NAME}_{number}", daemon=True)
+                thread = threading.Thread(target=self._run, name=f"{THREADS}_{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:
@@ -67,10 +68,6 @@ class Savers:
         """Return the number of jobs that wait for a thread."""
         with self._changed:
             return sum(len(jobs) for clients in self._origins.values() for jobs in clients.values())
-
-    def inside(self) -> bool:
-        """Return True on one of the threads."""
-        return threading.current_thread() in self._threads
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""

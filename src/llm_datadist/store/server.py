@@ -29,7 +29,7 @@ from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.events import KEY_BYTES, EventLog
 from llm_datadist.store.messages import NO_EVENTS, B, BlockShape, Events, decode
-from llm_datadist.store.savers import Savers, busy
+from llm_datadist.store.savers import THREADS, Savers, busy
 from llm_datadist.store.slots import SLOT_BYTES, Filling, Readers, Slots
 from llm_datadist.store.statistics import NamespaceStatistics, StoreStatistics
 from llm_datadist.types import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMRole
@@ -103,7 +103,7 @@ class _Space:
         self.loads -= 1
 
 
-@public_calls_hold_signals(whole=("__init__", "close", "__exit__"), __init__="_end")
+@public_calls_hold_signals(whole=("__init__", "close"), __init__="_end")
 class StoreServer(OfProcess):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
@@ -178,21 +178,19 @@ class StoreServer(OfProcess):
         Inside another call of this thread, as by a finalizer (``__del__``), it happens when that call ends.
 
         Raises:
-            StateError: Called in a control thread or a thread of this store: it cannot wait for its own end.
+            StateError: Called in a control thread or a thread of a store: it cannot wait for its own end.
         """
-        self._close()
+        thread = threading.current_thread().name
+        if must_not_wait() or thread.startswith(THREADS):
+            raise StateError(f"close: called in {thread}; call it from another thread")
+        if not put_off(self._end):
+            self._end()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if must_not_wait() or self._savers.inside():
-            raise StateError(f"close: called in {threading.current_thread().name}; call it from another thread")
-        if not put_off(self._end):
-            self._end()
+        self.close()
 
     def _end(self, _: object = None) -> None:
         self._savers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64_list,
 )
-from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
+from llm_datadist._native.signals import OfProcess, hold_signals
 from llm_datadist.errors import ParamError, StateError
 from llm_datadist.types.data_type import DataType
 from llm_datadist.types.enums import Placement
@@ -128,7 +129,6 @@ class CacheDesc:
         )
 
 
-@public_calls_hold_signals(plain=("cache_id", "is_blocks_cache"), grant="_end_grant")
 class Cache(OfProcess):
     """Handle of a manager's cache, or of user memory (``create_cpu_cache``).
 
@@ -190,6 +190,7 @@ class Cache(OfProcess):
         """True for a blocks cache."""
         return self._is_blocks
 
+    @partial(hold_signals, undo=lambda _, grant: grant.revoke(), owned=True)
     def grant(
         self,
         blocks: BlockNumbers,
@@ -226,11 +227,6 @@ class Cache(OfProcess):
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
         return self._granter.grant(self._id, blocks, ttl, token, peer, on_end)
-
-    @staticmethod
-    def _end_grant(grant: Grant) -> None:
-        """End a grant that the caller does not get."""
-        grant.revoke()
 
     def _empty(self) -> None:
         """Drop addresses and memory, for deallocation."""
