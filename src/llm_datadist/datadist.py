@@ -430,17 +430,16 @@ class LLMDataDist:
         The handler runs on the control thread, so it must not wait, and should need less than a millisecond. It returns
         the answer, or None if it calls
         :meth:`PeerQuestion.answer <llm_datadist.types.question.PeerQuestion.answer>` later, in any thread. The peer
-        gets an LLMException of the handler as status and text; another exception is logged here, too, at most once a
-        second for each name.
+        gets an LLMException of the handler as status and text; another exception is logged here, too, for each name
+        at most once a second.
 
-        Longer work goes in pieces: the handler is a generator function, and each ``yield`` without a value ends a
-        piece. The control thread serves all others between two pieces. It does one piece of each link in a round, of
-        one question after the other, in the order of their arrival. The generator's return value is the answer, as
-        above. If the link ends or ``finalize`` comes, no piece follows: the control thread closes the generator, so
-        its ``finally`` blocks run.
+        Longer work goes in pieces: the handler is a generator function, and each ``yield`` ends a piece. The control
+        thread does one piece of each link in a round, and serves all others in between. Questions of one link follow
+        each other. The generator's return value is the answer, as above. If the link ends or ``finalize`` comes, the
+        control thread closes the generator, and no piece follows.
 
-        A peer may have 256 questions unanswered, also in pieces. The unanswered questions of all peers have at most
-        64 MiB, and each peer leaves half of the rest to others. A further question is refused with ``LLM_LINK_BUSY``.
+        A peer may have 256 questions unanswered, also in pieces, all peers together 64 MiB; each peer leaves half of
+        the rest to the others. Further questions are refused with ``LLM_LINK_BUSY``.
 
         Raises:
             TypeError: ``handler`` cannot be called.

@@ -59,9 +59,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 class Questions:
-    """Handlers of this instance, and their unanswered questions.
-
-    A handler may be a generator function. Then it answers in pieces: one of each link in a round of the control thread.
+    """Handlers of this instance, and their unanswered questions, some of them in pieces.
 
     Threads: control for questions, any for the rest; handlers run outside the lock.
     """
@@ -96,32 +94,26 @@ class Questions:
         except LLMException as refusal:
             link.tell(failed(message.id, refusal))
             return
-        send = partial(self._send, link, message, [True])
-        peer = link.peer
+        send, peer = partial(self._send, link, message, [True]), link.peer
         question = PeerQuestion(peer.cluster_id, peer.incarnation.hex(), message.body, message.budget_ms, send)
-        if handler is not None:
-            with suppress(BaseException):  # it is logged, and ends no thread of the library
-                question.answer_by(partial(self._handle, link, question, handler))
-            return
-        none = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-        question.refuse(LLMException("no handler answers questions of this name", status_code=none))
+        with suppress(BaseException):  # it is logged, and ends no thread of the library
+            question.answer_by(partial(self._handle, link, question, handler))
 
-    def _admit(self, link: Link, message: Question) -> Handler | None:
+    def _admit(self, link: Link, message: Question) -> Handler:
         """Count a question, and return its handler. Raises LLMException if it is refused."""
+        none, busy = LLMStatusCode.LLM_FEATURE_NOT_ENABLED, LLMStatusCode.LLM_LINK_BUSY
         if QUESTIONS not in link.spoken.features:
-            text = "this link was made without questions"
-            raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+            raise LLMException("this link was made without questions", status_code=none)
         size = _size(message)
         with self._lock:
-            text = ""
+            if (handler := self._handlers.get(message.name)) is None:
+                raise LLMException("no handler answers questions of this name", status_code=none)
             if self._unanswered[link] >= _MAX_UNANSWERED:
-                text = f"{_MAX_UNANSWERED} questions of this peer wait already"
-            elif self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so one peer leaves half to the others
-                text = "too many bytes of questions wait already, of this peer or of all"
-            if text:
-                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+                raise LinkError(f"{_MAX_UNANSWERED} questions of this peer wait already", status_code=busy)
+            if self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so each peer leaves half to the others
+                raise LinkError("too many bytes of questions, of this peer or of all, wait already", status_code=busy)
             self._count(link, 1, size)
-            return self._handlers.get(message.name)
+        return handler
 
     def _count(self, link: Link, number: int, size: int) -> None:
         """Under the lock."""
