@@ -26,10 +26,7 @@ def named(error: BaseException) -> str:
 
 
 class SeldomLog:
-    """Log of what a peer can repeat without end: of each name at most one line a second. Threads: any.
-
-    A line says how many were left out since the line before. The names are this side's, so there are few.
-    """
+    """Log of what a peer can repeat: of each name, of this side, at most one line a second. Threads: any."""
 
     def __init__(self) -> None:
         self._lines: dict[str, tuple[float, int]] = {}  # when the next may come, and number left out

@@ -436,11 +436,11 @@ class LLMDataDist:
         The handler runs on the control thread, so it must not wait, and should need less than a millisecond. It returns
         the answer, or None if it calls
         :meth:`PeerQuestion.answer <llm_datadist.types.question.PeerQuestion.answer>` later, in any thread. The peer
-        gets an LLMException of the handler as status and text; another exception is logged here, too, at most once a
-        second for each name.
+        gets an LLMException of the handler as status and text; another exception is logged here, too, for each name
+        at most once a second.
 
-        A peer may have 256 questions unanswered. The unanswered questions of all peers have at most
-        64 MiB, and each peer leaves half of the rest to others. A further question is refused with ``LLM_LINK_BUSY``.
+        A peer may have 256 questions unanswered, all peers together 64 MiB; each peer leaves half of the rest to the
+        others. Further questions are refused with ``LLM_LINK_BUSY``.
 
         Raises:
             TypeError: ``handler`` cannot be called.

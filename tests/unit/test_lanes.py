@@ -1,20 +1,24 @@
 """The Python side of the lanes: requests from strangers, plans in parts, groups, and handlers that fail."""
 
 import asyncio
+import fcntl
 import os
 import select
 import socket
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faults.lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, one_row
+from faults.lane_ends import BUDGET_S, DATA, READ, RESULT, WRITE, Wire, frame_of, one_row
 from faults.sealing import FAR_KEYS, NEAR_KEYS
 from faults.strangers import listener
 from llm_datadist import errors
@@ -32,6 +36,7 @@ from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, Protoco
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over
 from tests.support import twin
+from tests.support.ends import state_of
 from tests.support.moves import wait_until
 
 ROW, NO_RUNS = one_row(64), np.zeros((0, 3), np.uint64)
@@ -155,6 +160,47 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
         wait_until(lambda: handler.lost == [1, 0])
         assert not far._groups
         loop.call_soon_threadsafe(far.stop)
+
+
+class Noting(Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[object] = []
+
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
+        self.order.append(link)
+        return super().on_move(link, request)
+
+
+def sleeping(name: str) -> bool:
+    """Return True if the threads of that name of this process sleep."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith(name)]
+    return bool(tasks) and all(state_of(int(task.name)) == "S" for task in tasks)
+
+
+def test_a_request_over_one_link_waits_for_four_of_another_link_that_has_many() -> None:
+    handler, meta = Noting(), encode_request(b"", 64, ROW, False)
+    ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+    inputs = [each.fileno() for each in theirs]
+    with ExitStack() as stack:
+        for each in ours:
+            stack.enter_context(each)
+        far, loop = stack.enter_context(closing(Lanes(1, handler))), stack.enter_context(loop_thread())
+        for link, sock in zip(("flooder", "honest"), theirs, strict=True):
+            far.open([LaneSocket(sock)]).begin(link)
+        for sock, count in zip(ours, (32, 1), strict=True):
+            sock.sendall(b"".join(frame_of(READ, number, meta) for number in range(1, count + 1)))
+            # All of them are requests that wait for the loop.
+            wait_until(lambda: not any(unread(each) for each in inputs) and sleeping("lldd-data"))
+        loop.call_soon_threadsafe(far.start, loop)
+        wait_until(lambda: len(handler.order) == 33)
+        assert handler.order.index("honest") == 4
+        loop.call_soon_threadsafe(far.stop)
+
+
+def unread(descriptor: int) -> int:
+    """Return the number of bytes that wait there."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_an_answer_settles_only_the_writes_that_the_owner_was_told_of_before_it() -> None:

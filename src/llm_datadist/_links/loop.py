@@ -11,6 +11,7 @@ import select
 import selectors
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -47,7 +48,7 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer = select.epoll()  # of served sockets, and of the inherited epoll
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
-        self._turns: list[Callable[[], None]] = []  # of the next round
+        self._turns: deque[Callable[[], None]] = deque()  # of the next round
         self._poll = BriefPoll(self._outer.fileno())
         self._expects = False
 
@@ -78,8 +79,7 @@ class _DirectSelector(selectors.EpollSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Do one round: wait, call the direct callbacks, then the turns left over; return the other events."""
         do_what_was_put_off()  # by finalizers that ran in a callback
-        turns, self._turns = self._turns, []
-        if turns:
+        if turns := len(self._turns):
             timeout = 0
         elif self._expects and timeout != 0:
             self._poll.run()
@@ -88,8 +88,8 @@ class _DirectSelector(selectors.EpollSelector):
             if (callback := self._served.get(descriptor)) is not None:
                 _call(callback)
             asked |= descriptor == self._inherited
-        for turn in turns:
-            _call(turn)
+        for _ in range(turns):
+            _call(self._turns.popleft())
         # Last: a callback may have closed a file of asyncio.
         return self._few_events() if asked else []
 
@@ -106,6 +106,7 @@ class _DirectSelector(selectors.EpollSelector):
 
     def close(self) -> None:
         self._served.clear()
+        self._turns.clear()
         super().close()
         self._few.close()
         self._outer.close()

@@ -318,7 +318,9 @@ class ChecksumTarget:
             answer = failed(question.id, error)
         except Exception as error:  # noqa: BLE001 (the thread would swallow it, and the peer would wait)
             logger.error("unexpected error while digesting for %s", link.peer, exc_info=error)
-            answer = Failed(question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {error!r}"[:4000])
+            answer = Failed(
+                question.id, int(LLMStatusCode.LLM_FAILED), f"internal error: {type(error).__name__}; see the log there"
+            )
         link.tell(answer)
 
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:

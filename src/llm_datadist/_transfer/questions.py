@@ -85,30 +85,25 @@ class Questions:
             return
         send = partial(self._send, link, message, [True])
         question = PeerQuestion(self._access.asker(link), message.body, message.budget_ms, send)
-        if handler is not None:
-            with suppress(BaseException):  # it is logged, and ends no thread of the library
-                question.answer_by(partial(handler, question))
-            return
-        none = LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-        question.refuse(LLMException("no handler answers questions of this name", status_code=none))
+        with suppress(BaseException):  # it is logged, and ends no thread of the library
+            question.answer_by(partial(handler, question))
 
-    def _admit(self, link: Link, message: Question) -> Handler | None:
+    def _admit(self, link: Link, message: Question) -> Handler:
         """Count a question, and return its handler. Raises LLMException if it is refused."""
+        none, busy = LLMStatusCode.LLM_FEATURE_NOT_ENABLED, LLMStatusCode.LLM_LINK_BUSY
         if QUESTIONS not in link.spoken.features:
-            text = "this link was made without questions"
-            raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+            raise LLMException("this link was made without questions", status_code=none)
         self._access.require_ask(link)  # before the handler: nobody else learns which questions are answered
         size = _size(message)
         with self._lock:
-            text = ""
+            if (handler := self._handlers.get(message.name)) is None:
+                raise LLMException("no handler answers questions of this name", status_code=none)
             if self._unanswered[link] >= _MAX_UNANSWERED:
-                text = f"{_MAX_UNANSWERED} questions of this peer wait already"
-            elif self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so one peer leaves half to the others
-                text = "too many bytes of questions wait already, of this peer or of all"
-            if text:
-                raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+                raise LinkError(f"{_MAX_UNANSWERED} questions of this peer wait already", status_code=busy)
+            if self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so each peer leaves half to the others
+                raise LinkError("too many bytes of questions, of this peer or of all, wait already", status_code=busy)
             self._count(link, 1, size)
-            return self._handlers.get(message.name)
+        return handler
 
     def _count(self, link: Link, number: int, size: int) -> None:
         """Under the lock."""
@@ -125,8 +120,8 @@ class Questions:
         else:
             text = f"unexpected error while a question {question.name!r} is answered"
             self._log.log(logging.ERROR, question.name, text, answer)
-            internal = LLMException(f"internal error: {answer!r}", status_code=LLMStatusCode.LLM_FAILED)
-            message = failed(question.id, internal)
+            internal = f"internal error: {type(answer).__name__}; see the log there"  # its text may be a secret
+            message = failed(question.id, LLMException(internal, status_code=LLMStatusCode.LLM_FAILED))
         with self._lock:
             if not first:
                 return

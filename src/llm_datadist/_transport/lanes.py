@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -37,6 +38,8 @@ _ACCEPTED: Final = b"\x01"
 _REFUSED: Final = "the peer rejected the lane token, or has lanes enough"
 #: Most lanes of a link for large transfers, beside the first: between hosts several connections use a line better.
 _MOST_BULK_LANES: Final = 4
+#: Of one link, while all others wait.
+_EVENTS_PER_TURN: Final = 4
 # Limits on a lane's unsent bytes in the kernel, between hosts and within one. Without them, a hundred stuck readers
 # hold gigabytes of the host's memory for TCP, and all connections lose packets.
 _UNSENT_BYTES: Final = 512 << 10
@@ -356,6 +359,7 @@ class Lanes:
         self._groups: dict[int, LaneGroup] = {}
         self._by_token: dict[bytes, LaneGroup] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._due: dict[LaneGroup, deque[LaneEvent]] = {}  # of the control thread
         self.redialling = Threads(1, "llm-datadist-lanes")  # no thread before the first lost lane
         self._making = threading.Lock()  # protects the two below
         self._engine: LaneEngine | None = None
@@ -466,10 +470,26 @@ class Lanes:
             self._engine.quiesce(tag)
 
     def _on_events(self) -> None:
+        idle = not self._due
         for event in self.engine.poll_events():
-            group = self._groups.get(event.lane)
-            if group is not None:  # else this side has dropped it
-                self._dispatch(group, event)
+            if (group := self._groups.get(event.lane)) is not None:  # else this side has dropped it
+                self._due.setdefault(group, deque()).append(event)
+        if idle:
+            self._take_turns()
+
+    def _take_turns(self) -> None:
+        """Handle a few events of each link; the rest after all else that waits for the control thread."""
+        if self._loop is None:
+            return
+        for group, events in list(self._due.items()):
+            for _ in range(min(len(events), _EVENTS_PER_TURN)):
+                event = events.popleft()
+                if self._groups.get(event.lane) is group:
+                    self._dispatch(group, event)
+            if not events:
+                del self._due[group]
+        if self._due:
+            self._loop.call_soon(self._take_turns)
 
     def _dispatch(self, group: LaneGroup, event: LaneEvent) -> None:
         try:
