@@ -409,7 +409,7 @@ def test_an_option_switches_it_off_and_a_page_that_is_too_long_is_cut(
 
 
 def _header(pid: int, sequence: int, length: int) -> bytes:
-    return struct.pack("<8sIIQdQQ", b"lldd-sta", 1, pid, sequence, 0.0, 5, length)
+    return struct.pack("<8sIIQdQQ", b"lldd-sta", PAGE_VERSION, pid, sequence, 0.0, 5, length)
 
 
 @pytest.mark.parametrize(
