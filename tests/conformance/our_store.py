@@ -159,8 +159,8 @@ class OurStore(Store):
 
     def _start(self) -> ChildEnd:
         end = ChildEnd("store")
-        # A namespace's share of the pool: two tensors of eight blocks.
-        memory = 4 * max(_PAGE, self.capacity * USUAL.nbytes) * USUAL.tensors
+        # A namespace's share of the pool: two tensors of eight blocks, and a page for the bookkeeping.
+        memory = 4 * (max(_PAGE, self.capacity * USUAL.nbytes) * USUAL.tensors + _PAGE)
         end.do(server.start, self._address, memory, self._transport, self._new("events"), 4, 5000)
         return end
 

@@ -68,6 +68,7 @@ class Asker(Link):
         self.connection: Any = SimpleNamespace(capabilities=able, reaching=lambda _: SimpleNamespace(capabilities=able))
         self.peer: Any = SimpleNamespace(cluster_id=2, incarnation=bytes(16))
         self.origin: Any = SimpleNamespace(behind="pid 1")
+        self.spoken: Any = SimpleNamespace(features=FEATURES)
         self.peer_reported = 0
 
     def tell(self, message: Any) -> None:
