@@ -4,7 +4,7 @@ import random
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class WatchedServer(StoreServer):
         super().__init__(*args, **settings)
         self._write("cleared", _NOBODY, [_NOBODY])
 
-    def _tell(self, kind: str, space: Any, keys: list[bytes]) -> None:
+    def _tell(self, kind: Literal["stored", "removed"], space: Any, keys: list[bytes]) -> None:
         if steps.watch is not None:
             steps.watch("tell", self, kind)
         super()._tell(kind, space, keys)
@@ -120,7 +120,8 @@ def replayed(world: World) -> set[tuple[bytes, bytes]] | None:
 
 def slots(world: World) -> dict[bytes, int]:
     """Return how many slots each namespace has."""
-    return {bytes.fromhex(each.namespace): each.slots for each in world.memory["server"].statistics().namespaces}
+    server: WatchedServer = world.memory["server"]
+    return {name: space.slots.count for (_, name), space in server._spaces.items()}  # noqa: SLF001
 
 
 def left_over(world: World, seconds: float = 15.0) -> str:

@@ -8,6 +8,7 @@ Each scrape reads ``statistics()`` of every registered instance that is initiali
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 from itertools import accumulate
@@ -92,6 +93,7 @@ class _Registered(StatisticsCollector):
 
 
 _registering = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_registering=threading.Lock()))
 _collectors: WeakKeyDictionary[CollectorRegistry, _Registered] = WeakKeyDictionary()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llm_datadist.store import STORE_ID
+from llm_datadist.store.identity import shown
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.moves import make
@@ -51,7 +52,7 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         assert engine.do(e.hits, keys) == 3
         with urllib.request.urlopen(f"http://127.0.0.1:{first['metrics']}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
-        labels = f'{{namespace="{NS.hex()}",tenant=""}}'
+        labels = f'{{namespace="{shown(NS)}",tenant=""}}'
         for name, value in {"stored_keys_total": 3, "found_keys_total": 3, "published_slots": 3, "slots": 61}.items():
             assert f"llm_datadist_store_{name}{labels} {value:.1f}\n" in metrics
         assert "llm_datadist_store_cleared_namespaces_total 0.0\n" in metrics
@@ -60,7 +61,7 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         printed, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         (space,) = json.loads(printed)["statistics"]["namespaces"]
-        assert (space["namespace"], space["stored"], space["published"]) == (NS.hex(), 3, 3)
+        assert (space["namespace"], space["stored"], space["published"]) == (shown(NS), 3, 3)
 
 
 def test_mistakes_are_one_line_each() -> None:

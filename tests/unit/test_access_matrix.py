@@ -32,6 +32,7 @@ from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, PeerCacheView
 from llm_datadist._links.messages import Consumed, Failed, Guarded, Question, Release, Resolve, Resolved, Verify
+from llm_datadist._links.versions import FEATURES
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._native import Plan
 from llm_datadist._policy import PeerPolicy

@@ -187,6 +187,7 @@ class LaneGroup:
         self.reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None  # None if only the peer dials
         self.wanted = 0  # lanes, if this side dials
         self._reconnecting = threading.Lock()  # held while dialling
+        self._asked = False  # to dial, by an attempt that has not begun
         # Without the lock: single operations on dicts and sets only. A lane may be suspected once too often.
         self._moved: dict[int, int] = {}  # lane -> time of its last byte (monotonic, ns); absent: never
         # Lanes on which a transfer timed out without a byte, and those as idle, until drop_suspects().
@@ -332,16 +333,20 @@ class LaneGroup:
             self._reconnecting.release()
 
     def redial_soon(self) -> None:
+        """Dial in a thread of the owner, for which one attempt of this group waits however often the peer asks."""
+
         def attempt() -> None:
+            self._asked = False
             try:
                 self.redial(Deadline(_REDIAL_MS))
             except LLMException as error:
                 # The link is ending, or the next transfer dials again.
                 logger.info("data lanes to %s were not brought back: %s", self.link, error)
 
-        if self.reconnect is not None and not self.closed:
+        if self.reconnect is not None and not self.closed and not self._asked:
             with suppress(RuntimeError):  # closed, or without a thread: the next transfer dials
                 self.owner.redialling.submit(attempt)
+                self._asked = True
 
 
 class Lanes:

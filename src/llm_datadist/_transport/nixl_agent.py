@@ -55,7 +55,8 @@ _KNOWN_RECEIVERS: Final = 4  # a peer uses two at a time; older ones have ended
 #: Longest sleep of a receiver's thread; bytes wake it. NIXL's default, no sleep, takes a whole core.
 _SLEEP_MICROSECONDS: Final = 100_000
 _QUICK_POLLS: Final = 50  # polls without a pause, enough for a small transfer
-_making: Final = threading.Lock()  # tells the threads of a new agent from those of another one
+_making = threading.Lock()  # tells the threads of a new agent from those of another one
+os.register_at_fork(after_in_child=lambda: globals().update(_making=threading.Lock()))
 
 
 class NixlFailed(Exception):

@@ -392,6 +392,8 @@ class StoreClient(OfProcess):
         if isinstance(error, LinkError) and not busy:
             self._dial_again()
         elif self._late >= _LATE_IN_A_ROW or not isinstance(error, (LinkError, GrantEnded, DeadlineExceeded)):
+            if self._late >= _LATE_IN_A_ROW:
+                self._warn(f"{_LATE_IN_A_ROW} answers in a row were late; lookups miss for a while (StoreOptions)")
             self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
         if not isinstance(error, (LinkError, DeadlineExceeded, GrantEnded)) or busy:
             self._warn(named(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Final
+from typing import Final, Literal
 
 from llm_datadist.store.messages import Event, Events
 
@@ -24,7 +24,7 @@ class EventLog:
         self._events: list[Event] = []
         self._gone = 0  # forgotten events at the beginning of the list
 
-    def add(self, kind: str, keys: list[bytes]) -> None:
+    def add(self, kind: Literal["stored", "removed"], keys: list[bytes]) -> None:
         """Add an event, and forget the oldest ones above the bound; no event without keys."""
         if not keys:
             return
@@ -56,4 +56,4 @@ class EventLog:
         return Events(self.incarnation, oldest, first - 1 + len(found), follows, found)
 
 
-_FORGOTTEN: Final = Event(0, "", [])
+_FORGOTTEN: Final = Event(0, "removed", [])

@@ -8,6 +8,7 @@ import numpy as np
 
 from llm_datadist._checks import HERE, check_type
 from llm_datadist.errors import ParamError
+from llm_datadist.store.identity import shown
 from llm_datadist.store.messages import NOTHING, Found, HitCopy, decode
 from llm_datadist.types.grant import Grant
 
@@ -75,7 +76,7 @@ class Hit:
         return held == HERE["pid"]
 
     def __repr__(self) -> str:
-        return f"<Hit of {len(self)} keys in {self.namespace.hex()}: {list(self.grants)}>"
+        return f"<Hit of {len(self)} keys in {shown(self.namespace)}: {list(self.grants)}>"
 
 
 def _check(found: Found) -> None:

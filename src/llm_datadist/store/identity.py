@@ -10,6 +10,11 @@ from llm_datadist._checks import check_int, check_rule, check_text, check_type
 _PERSON: Final = b"datadist.store/1"
 
 
+def shown(name: bytes) -> str:
+    """Return the digest by which logs, statistics and metrics name a namespace: who knows its bytes may use it."""
+    return hashlib.blake2b(name, digest_size=8, person=_PERSON).hexdigest()
+
+
 def namespace(
     *, fingerprint: bytes, tp_size: int, tp_rank: int, hash_algorithm: str, hash_seed: str, salt: str
 ) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -120,7 +120,7 @@ class Event(Body, frozen=True):
     """
 
     number: Number
-    kind: str
+    kind: Literal["stored", "removed"]
     keys: list[bytes]
 
 

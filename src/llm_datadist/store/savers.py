@@ -81,16 +81,9 @@ class Savers:
     def _run(self) -> None:
         while (taken := self._take()) is not None:
             origin, name, (question, job) = taken
-            late = False
-            try:
-                try:
-                    late = _serve(question, job)
-                finally:
-                    dropped = self._give_back(origin, name, late=late)
-                for other, _ in dropped:
-                    other.refuse(busy("an earlier save of this client met its deadline"))
-            except BaseException as error:  # noqa: BLE001 (as a lack of memory for the refusal: the thread goes on)
-                logger.error("unexpected error while a save is answered", exc_info=error)
+            late = _serve(question, job)
+            for other, _ in self._give_back(origin, name, late=late):
+                _serve(other, _refused)
 
     def _take(self) -> tuple[str, Name, Job] | None:
         """Wait for the next job; None once closed."""
@@ -153,8 +146,15 @@ def _serve(question: PeerQuestion, job: Callable[[], bytes]) -> bool:
             late = True
             raise
 
-    question.answer_by(run)
+    try:
+        question.answer_by(run)
+    except BaseException as error:  # noqa: BLE001 (as a lack of memory for the refusal: the thread goes on)
+        logger.error("unexpected error while a save is answered", exc_info=error)
     return late
+
+
+def _refused() -> bytes:
+    raise busy("an earlier save of this client met its deadline")
 
 
 def busy(text: str) -> LinkError:

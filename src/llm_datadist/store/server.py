@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMe
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.events import KEY_BYTES, EventLog
+from llm_datadist.store.identity import shown
 from llm_datadist.store.messages import NO_EVENTS, B, BlockShape, Events, decode
 from llm_datadist.store.savers import THREADS, Savers, busy
 from llm_datadist.store.slots import SLOT_BYTES, Filling, Readers, Slots
@@ -43,14 +44,14 @@ if TYPE_CHECKING:
 #: Options by which peers could write slots.
 _SEALED: Final = ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress")
 _PAGE_SHIFT: Final = 16
-_MAX_SLOTS: Final = 1 << 20  # of one namespace: a grant has no more blocks
+_MAX_SLOTS: Final = 1 << 18  # of one namespace: a reader has a table of them
 _LOGGED: Final = 2  # keys of events that are kept for each slot
 _FEW_KEYS: Final = 1024  # kept in any case
 _SLOT_BYTES: Final = SLOT_BYTES + _LOGGED * KEY_BYTES
 _LOAD_BYTES: Final = 4096  # of a hit, beside 16 for each slot
 _MAX_LENT: Final = 16 << 20  # bytes of the hits of one client
 _MAX_LENT_TO_ALL: Final = 64 << 20  # of all clients; beyond, each has the next
-_LENT_IN_ANY_CASE: Final = 256 << 10
+_LENT_IN_ANY_CASE: Final = 768 << 10
 _PULL_MS: Final = 5000
 
 Name = tuple[str, bytes]  # tenant and namespace
@@ -74,7 +75,7 @@ class _Space:
 
     def __str__(self) -> str:
         tenant, name = self.name
-        return name.hex() + (f" of tenant {tenant}" if tenant else "")
+        return shown(name) + (f" of tenant {tenant}" if tenant else "")
 
     def room_for(self, reader: Reader, slots: Numbers) -> Numbers:
         """Return the leading slots that a reader may hold: half of all at most, however often."""
@@ -84,11 +85,15 @@ class _Space:
         fresh = np.cumsum(lent.of[slots] == 0)
         return slots[: np.searchsorted(fresh, max(1, self.slots.count // 2) - lent.slots, "right")]
 
+    def cost(self, reader: Reader, slots: Numbers) -> int:
+        """Return the bytes that are kept for a hit, with the table of a reader that has no other one."""
+        return _LOAD_BYTES + 16 * slots.size + (0 if reader in self.lent else 2 * self.slots.count)
+
     def lend(self, reader: Reader, slots: Numbers) -> Numbers:
         """Count a hit of published slots; return them once each."""
         read = self.slots.begin_read(slots)
         if reader not in self.lent:
-            self.lent[reader] = Readers(self.slots.count)
+            self.lent[reader] = Readers(self.slots.count, np.uint16)  # a reader has at most 4,096 hits
         self.lent[reader].begin(read)
         self.loads += 1
         return read
@@ -96,9 +101,8 @@ class _Space:
     def take_back(self, reader: Reader, read: Numbers) -> None:
         """End a hit whose grant has ended: the guard has advanced."""
         self.slots.end_read(read)
-        lent = self.lent[reader]
-        lent.end(read)
-        if not lent.slots:
+        self.lent[reader].end(read)
+        if not self.lent[reader].slots:
             del self.lent[reader]
         self.loads -= 1
 
@@ -210,8 +214,8 @@ class StoreServer(OfProcess):
             if not slots.size:
                 return messages.NOTHING.encode()
             slots = self._room_for(space, reader, slots)
-            read = space.lend(reader, slots)
-            self._count(reader, _bytes_of(read))
+            kept, read = reader in space.lent, space.lend(reader, slots)
+            self._count(reader, space.cost(reader, read) + (0 if kept else 2 * space.slots.count))
             digests = space.slots.digests(slots)
         try:
             end = partial(self._end_load, space, reader)
@@ -224,7 +228,7 @@ class StoreServer(OfProcess):
 
     def _room_for(self, space: _Space, reader: Reader, slots: Numbers) -> Numbers:
         """Under the lock: return the slots of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
-        wanted = _bytes_of(slots)
+        wanted = space.cost(reader, slots)
         most = _MAX_LENT if self._lent_to_all + wanted <= _MAX_LENT_TO_ALL else _LENT_IN_ANY_CASE
         if self._lent[reader] + wanted <= most and (fitting := space.room_for(reader, slots)).size:
             return fitting
@@ -245,7 +249,7 @@ class StoreServer(OfProcess):
     def _take_back(self, space: _Space, reader: Reader, read: Numbers) -> None:
         with self._lock:
             space.take_back(reader, read)
-            self._count(reader, -_bytes_of(read))
+            self._count(reader, -space.cost(reader, read))
 
     # --- saves, in threads --------------------------------------------------------------------------------------------
 
@@ -388,7 +392,7 @@ class StoreServer(OfProcess):
             logger.error("%d slots of namespace %s had changed and were dropped", len(wrong), space)
         return b""
 
-    def _tell(self, kind: str, space: _Space, keys: list[bytes]) -> None:
+    def _tell(self, kind: Literal["stored", "removed"], space: _Space, keys: list[bytes]) -> None:
         """Under the lock: count keys that were ``stored`` or ``removed``, and add the event."""
         space.counts[kind] += len(keys)
         space.log.add(kind, keys)
@@ -434,16 +438,11 @@ def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
     return decode(kind, question.body, who)
 
 
-def _bytes_of(slots: Numbers) -> int:
-    """Return what a hit counts against its reader's bound."""
-    return _LOAD_BYTES + 16 * slots.size
-
-
 def _figures(space: _Space) -> NamespaceStatistics:
     slots, desc = space.slots, space.cache.cache_desc
     return NamespaceStatistics(
         tenant=space.name[0],
-        namespace=space.name[1].hex(),
+        namespace=shown(space.name[1]),
         slots=slots.count,
         free=slots.free,
         filling=slots.filling,

@@ -74,8 +74,8 @@ class Filling(NamedTuple):
 class Readers:
     """Numbers of readers of each slot, of all peers or of one."""
 
-    def __init__(self, count: int) -> None:
-        self.of: NDArray[np.uint32] = np.zeros(count, np.uint32)
+    def __init__(self, count: int, kind: type[np.unsignedinteger[Any]] = np.uint32) -> None:
+        self.of = np.zeros(count, kind)
         self.slots = 0  # slots with readers
 
     def begin(self, slots: Numbers) -> None:

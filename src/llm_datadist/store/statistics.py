@@ -11,7 +11,7 @@ class NamespaceStatistics:
 
     Attributes:
         tenant: Tenant of its clients by the store's ``llm.PeerPolicy``, or empty.
-        namespace: In hexadecimal.
+        namespace: Its digest, as logs and metrics show it.
         slots, free, filling, published: Slots, and those in these states.
         loads: Hits that were not released.
         events, logged: Number of the last event; keys that are kept of events, with one more for each event.

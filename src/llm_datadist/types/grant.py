@@ -99,7 +99,7 @@ class GrantState(msgspec.Struct):
     reader: Reader | None = None  # if claimed in this process
 
 
-@public_calls_hold_signals(plain=("incarnation", "guard", "to_bytes"))
+@public_calls_hold_signals(plain=("blocks", "to_bytes"))
 class Grant(OfProcess):
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 

@@ -129,8 +129,8 @@ class StoreScheduler:
         self._events: list[BlockStored] = []
 
     def needs_steps(self) -> bool:
-        """Return True until the namespaces are known, and while saves run."""
-        return bool(self._saves or not self.clients)
+        """Return True until the namespaces are known, and while saves or loads run: a step releases their hits."""
+        return bool(self._saves or self._loading or not self.clients)
 
     def on_new_request(self, request: Request) -> None:
         adapter = b""
