@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from llm_datadist.metrics import LinkStatistics
     from llm_datadist.types.descriptors import BlockNumbers
-    from llm_datadist.types.grant import Grant
 
     Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -157,52 +155,42 @@ class StoreClient(OfProcess):
             TypeError, ParamError: ``keys`` is not a list or tuple of bytes, each of 1 to 64.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
-        checked = _check_keys(keys)
-        deadline = Deadline(self._options.lookup_ms)
-        found: list[tuple[bytes, messages.Found]] = []  # with the tokens of their grants
+        checked, deadline = _check_keys(keys), Deadline(self._options.lookup_ms)
+        found: list[messages.Found] = []
         try:
             for begin in range(0, len(checked), messages.MAX_LOOKUP_KEYS):
                 part = list(checked[begin : begin + messages.MAX_LOOKUP_KEYS])
-                if not self._usable("lookup") or (answer := self._look_up(part, found, deadline)) is None:
-                    break
-                found.append(answer)
-                if len(answer[1].slots) < 8 * len(part):
+                if not self._usable("lookup") or not self._look_up(part, found, deadline):
                     break
         except BaseException:
-            for token, _ in found:
-                self._manager.release_grant(self._options.store_id, token)
+            self.release(Hit(self._namespace, found, held=True))
             raise
-        return Hit(self._namespace, [each for _, each in found], held=True)
+        return Hit(self._namespace, found, held=True)
 
-    def _look_up(
-        self, keys: list[bytes], before: list[tuple[bytes, messages.Found]], deadline: Deadline
-    ) -> tuple[bytes, messages.Found] | None:
-        """Ask for the next keys of a run; return the token and the answer, or None if it adds nothing."""
+    def _look_up(self, keys: list[bytes], found: list[messages.Found], deadline: Deadline) -> bool:
+        """Ask for the next keys of a run, and add the answer; return False at the end of the run."""
         token = secrets.token_bytes(16)
-        body = messages.Lookup(self._namespace, keys, token).encode()
         try:
+            body = messages.Lookup(self._namespace, keys, token).encode()
             answer = self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1)
-            found = messages.decode(messages.Found, answer, self._what)
-            if found == messages.NOTHING:
-                return None
-            hit = Hit(self._namespace, [*(each for _, each in before[:1]), found])
-            count = len(found.slots) // 8
-            check_rule(count <= len(keys), f"{self._what} found {count} of {len(keys)} keys")
-            self._check_owner("lookup: the answer", hit.grants[-1], token)
+            part = messages.decode(messages.Found, answer, self._what)
+            if part == messages.NOTHING:
+                return False
+            hit = Hit(self._namespace, [*found, part])
+            check_rule(hit.counts[-1] <= len(keys), f"{self._what} found {hit.counts[-1]} of {len(keys)} keys")
+            grant = hit.grants[-1]
+            own = self._options.store_id, self._store, token
+            right = (grant.cluster_id, grant.incarnation.hex(), grant.token) == own
+            check_rule(right, f"{self._what} answered with {grant!r}, which is not its own, or not for this lookup")
         except BaseException as error:
             # The answer may be on its way, or be none of a sound store.
             self._manager.release_grant(self._options.store_id, token)
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
             self._note(error)
-            return None
-        return token, found
-
-    def _check_owner(self, what: str, grant: Grant, token: bytes | None = None) -> None:
-        """Raise ParamError unless a grant is of this client's store, and of a lookup's token if given."""
-        of = grant.cluster_id, token or grant.token
-        right = of == (self._options.store_id, grant.token) and grant.incarnation.hex() == self._store
-        check_rule(right, f"{what} has a grant that is not of the {self._what}: {grant!r}")
+            return False
+        found.append(part)
+        return hit.counts[-1] == len(keys)
 
     def load(self, hit: Hit, cache: Cache, blocks: BlockNumbers, *, release: bool = True) -> None:
         """Load the blocks of a hit: key i of the hit into ``blocks[i]`` of ``cache``.
@@ -239,9 +227,10 @@ class StoreClient(OfProcess):
         if shape != hit.shape:
             raise CacheMismatch(f"load: the store has {hit.shape}, cache has {shape}")
         for grant in hit.grants:
-            if grant.cluster_id == self._options.store_id and self._store not in ("", grant.incarnation.hex()):
-                raise GrantEnded(f"load: {hit!r} is of an earlier process of the {self._what}")
-            self._check_owner(f"load: {hit!r}", grant)
+            foreign = f"load: {hit!r} has a grant that is not of the {self._what}"
+            check_rule(grant.cluster_id == self._options.store_id, foreign)
+            if grant.incarnation.hex() != self._store:
+                raise GrantEnded(f"load: {hit!r} is of an earlier process of the {self._what}, or that was lost")
         at = 0
         for grant, keys in zip(hit.grants, hit.counts, strict=True):
             if at < count:
@@ -257,8 +246,7 @@ class StoreClient(OfProcess):
         found = self._manager.digest_blocks(cache, indices, hit.nonce)
         wrong = np.flatnonzero((found != hit.digests[:count]).any(axis=1))
         if wrong.size:
-            for begin in range(0, len(wrong), messages.MAX_LOOKUP_KEYS):
-                self._suspect(hit.slots[wrong[begin : begin + messages.MAX_LOOKUP_KEYS]])
+            self._suspect(hit.slots[wrong[: messages.MAX_LOOKUP_KEYS]])
             raise ChecksumMismatch(
                 f"load: {wrong.size} of {count} blocks are not what the {self._what} published, the first is block "
                 f"{indices[wrong[0]]}; the blocks are undefined",
@@ -387,16 +375,14 @@ class StoreClient(OfProcess):
     def _note(self, error: LLMException) -> None:
         """Remember a failure: dial again, or leave the store alone for a while."""
         busy = error.status_code is LLMStatusCode.LLM_LINK_BUSY
-        if isinstance(error, DeadlineExceeded):
-            self._late += 1
+        late = isinstance(error, DeadlineExceeded)
+        self._late += late
         if isinstance(error, LinkError) and not busy:
             self._dial_again()
-        elif self._late >= _LATE_IN_A_ROW or not isinstance(error, (LinkError, GrantEnded, DeadlineExceeded)):
-            if self._late >= _LATE_IN_A_ROW:
-                self._warn(f"{_LATE_IN_A_ROW} answers in a row were late; lookups miss for a while (StoreOptions)")
-            self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
-        if not isinstance(error, (LinkError, DeadlineExceeded, GrantEnded)) or busy:
-            self._warn(named(error))
+        elif not isinstance(error, GrantEnded) and (not late or self._late == _LATE_IN_A_ROW):
+            self._warn(f"{_LATE_IN_A_ROW} late answers in a row, the last one: {error}" if late else named(error))
+            if not busy:
+                self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
 
     def _warn(self, text: str) -> None:
         if text != self._warned:
@@ -430,33 +416,27 @@ class StoreClient(OfProcess):
 
     def _link(self) -> bool:
         """Link to the store unless it is linked; return True if it is."""
-        link = self._explain()
-        if link is not None and not link.dialled:
-            # A process that links under the store's id costs its own link only.
-            self._warn(f"its cluster id was taken by {link.peer_host!r}, pid {link.peer_pid}, whose link is ended")
-            self._datadist.unlink_clusters([self._cluster], _DIAL_MS, force=True)
-            link = None
-        if link is None:
+        if not self._found():
             # Its status does not tell: another process may be linked under this cluster id.
             self._datadist.link_clusters([self._cluster], _DIAL_MS)
         self._store = self._found()
         return self._store != ""
 
-    def _explain(self) -> LinkStatistics | None:
-        """Return the usable link to the store's cluster id, of whatever process."""
-        with suppress(NotLinked):
-            return self._datadist.explain(self._options.store_id)
-        return None
-
     def _found(self) -> str:
         """Return the incarnation of the process that answered at the store's address, while it is linked."""
-        link = self._explain()
-        if link is None or not link.dialled:
+        try:
+            link = self._datadist.explain(self._options.store_id)
+        except NotLinked:
             return ""
-        if link.dialled != self._address:
-            self._warn(f"its cluster id is linked at {link.dialled}; a store and its address have one id each")
-            return ""
-        return link.peer_incarnation
+        if link.dialled == self._address:
+            return link.peer_incarnation
+        self._warn(
+            f"its cluster id is of another link: pid {link.peer_pid} on {link.peer_host}, {link.dialled or 'by itself'}"
+        )
+        if not link.dialled and threading.current_thread() is self._dialler:
+            # A process that links under the store's id costs its own link only.
+            self._datadist.unlink_clusters([self._cluster], _DIAL_MS, force=True)
+        return ""
 
 
 def _dial(client: StoreClient) -> None:

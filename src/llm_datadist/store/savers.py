@@ -36,8 +36,7 @@ class Savers:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards all below
-        # Jobs of each client, and of each origin. In turns: who is served goes to the end.
-        self._origins: dict[str, dict[Name, deque[Job]]] = {}
+        self._waiting: dict[Name, deque[Job]] = {}  # by client, in turns: who is served goes to the end
         self._running: dict[Name, str] = {}  # clients with a thread, and their origins
         self._prompt: dict[Name, None] = {}  # clients whose last job met no deadline, the oldest first
         self._closed = False
@@ -58,7 +57,7 @@ class Savers:
         with self._changed:
             if self._closed:
                 raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-            jobs = self._origins.setdefault(question.origin, {}).setdefault(name, deque())
+            jobs = self._waiting.setdefault(name, deque())
             if len(jobs) >= _MAX_WAITING:
                 raise busy(f"{_MAX_WAITING} saves of this client wait already")
             jobs.append((question, job))
@@ -67,71 +66,62 @@ class Savers:
     def waiting(self) -> int:
         """Return the number of jobs that wait for a thread."""
         with self._changed:
-            return sum(len(jobs) for clients in self._origins.values() for jobs in clients.values())
+            return sum(map(len, self._waiting.values()))
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""
         with self._changed:
             self._closed = True
-            self._origins.clear()
+            self._waiting.clear()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
-            origin, name, (question, job) = taken
+            name, (question, job) = taken
             late = _serve(question, job)
-            for other, _ in self._give_back(origin, name, late=late):
+            for other, _ in self._give_back(name, late=late):
                 _serve(other, _refused)
 
-    def _take(self) -> tuple[str, Name, Job] | None:
+    def _take(self) -> tuple[Name, Job] | None:
         """Wait for the next job; None once closed."""
         with self._changed:
             while not self._closed:
-                if (found := self._next()) is None:
+                if (name := self._next()) is None:
                     self._changed.wait()
                     continue
-                origin, name = found
-                jobs = self._origins[origin].pop(name)
+                jobs = self._waiting.pop(name)
                 job = jobs.popleft()
                 if jobs:
-                    self._origins[origin][name] = jobs
-                clients = self._origins.pop(origin)
-                if clients:
-                    self._origins[origin] = clients
-                self._running[name] = origin
-                return origin, name, job
+                    self._waiting[name] = jobs
+                self._running[name] = job[0].origin
+                return name, job
         return None
 
-    def _next(self) -> tuple[str, Name] | None:
+    def _next(self) -> Name | None:
         """Under the lock."""
-        crowded = 2 * len(self._running) >= _THREADS
-        slow = [of for name, of in self._running.items() if name not in self._prompt]
-        for origin, clients in self._origins.items():
-            if crowded and origin in self._running.values():
-                continue
-            closed_to_slow = origin in slow or 2 * len(slow) >= _THREADS
-            for name in clients:
-                if name not in self._running and (name in self._prompt or not closed_to_slow):
-                    return origin, name
+        running = self._running.values()
+        slow = [origin for name, origin in self._running.items() if name not in self._prompt]
+        for name, jobs in self._waiting.items():
+            origin = jobs[0][0].origin
+            crowds = origin in running and 2 * len(running) >= _THREADS
+            waits = name not in self._prompt and (origin in slow or 2 * len(slow) >= _THREADS)
+            if not (name in self._running or crowds or waits):
+                return name
         return None
 
-    def _give_back(self, origin: str, name: Name, *, late: bool) -> Iterable[Job]:
+    def _give_back(self, name: Name, *, late: bool) -> Iterable[Job]:
         """Free the thread; return the jobs of a late client, which would be late, too."""
         with self._changed:
             del self._running[name]
             self._prompt.pop(name, None)
-            clients = self._origins.get(origin, {})
-            dropped = clients.pop(name, ()) if late else ()
-            if dropped and not clients:
-                del self._origins[origin]
             if not late:
                 self._prompt[name] = None
                 if len(self._prompt) > _MAX_PROMPT:
                     del self._prompt[next(iter(self._prompt))]
             self._changed.notify_all()
-        return dropped
+            return self._waiting.pop(name, ()) if late else ()
 
 
 def _serve(question: PeerQuestion, job: Callable[[], bytes]) -> bool:
