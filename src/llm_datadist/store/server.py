@@ -339,9 +339,7 @@ class StoreServer(OfProcess):
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
                 self._displace(name[0])
-        space = _Space(name, shape, cache, count)
-        logger.info("namespace %s: %d slots of %s", space, count, shape)
-        return space
+        return _Space(name, shape, cache, count)
 
     def _full(self, tenant: str) -> bool:
         """Return True if a tenant needs the place of another namespace of its own: a named one has half of them."""
@@ -358,7 +356,6 @@ class StoreServer(OfProcess):
                 raise busy(f"this store has {self._most} namespaces, and {whose}; start it with more")
             space = min(own, key=lambda each: each.used)
             self._forget(space)
-        logger.info("namespace %s was displaced by a new one", space)
         self._manager.deallocate_blocks_cache(space.cache)
 
     def _forget(self, space: _Space) -> None:
