@@ -396,8 +396,9 @@ class StoreServer(OfProcess):
 
     def events(self, namespace: bytes, after: Events = NO_EVENTS, tenant: str = "") -> Events:
         """Return the next events of a namespace, as :meth:`StoreClient.events`."""
+        name = check_type("tenant", tenant, str), check_type("namespace", namespace, bytes)
         with self._lock:
-            space = self._spaces.get((tenant, namespace))
+            space = self._spaces.get(name)
             if space is not None:
                 return space.log.after(after.incarnation, after.last)
             return messages.Events(b"", 1, 0, not after.incarnation, [])
