@@ -6,8 +6,10 @@ import enum
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from types import FunctionType
 from typing import Any, Final
 
@@ -277,3 +279,25 @@ def fork_in_init(world: World) -> list[object]:
     found = len(datadist.statistics().pools)
     datadist.finalize()
     return [outcome, found]
+
+
+def test_a_lock_of_a_module_that_a_thread_holds_at_a_fork_is_free_in_the_child(forker: ChildEnd) -> None:
+    assert forker.do(fork_with_locks_held) == ("returned", "[]")
+
+
+def fork_with_locks_held(world: World) -> object:
+    """Fork while every lock of the library's modules is held; return those that the child cannot take."""
+
+    with suppress(ImportError):
+        pass
+
+    def locks() -> dict[str, Any]:
+        modules = [each for name, each in sys.modules.copy().items() if name.startswith("llm_datadist")]
+        kind = type(threading.Lock())
+        return {f"{m.__name__}.{n}": v for m in modules for n, v in vars(m).items() if isinstance(v, kind)}
+
+    with ExitStack() as held:
+        for lock in locks().values():
+            held.enter_context(lock)
+        assert "llm_datadist._transport.nixl_agent._making" in locks()
+        return in_child(world, lambda _: [name for name, lock in locks().items() if lock.locked()])

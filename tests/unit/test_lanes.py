@@ -112,6 +112,30 @@ def test_a_group_gives_the_lane_with_the_least_to_do_and_keeps_the_oldest_for_sm
     assert (len(group), group.closed) == (0, True)
 
 
+def test_a_peer_that_asks_often_has_one_dial_waiting_and_another_link_is_dialled_after_it() -> None:
+    """Attempts of all links wait for one thread, and a peer that does not answer costs each a second."""
+    with closing(Lanes(1, Handler())) as lanes:
+        mute, other = transport.LaneGroup(lanes), transport.LaneGroup(lanes)
+        dials, go_on = list[str](), threading.Event()
+
+        def dial(name: str, missing: int) -> list[int]:
+            dials.append(name)
+            assert go_on.wait(20)
+            return []
+
+        for group, name in ((mute, "mute"), (other, "other")):
+            group.wanted = 1
+            group.reconnect = lambda missing, deadline, name=name: dial(name, missing)  # type: ignore[assignment]
+        mute.redial_soon()
+        wait_until(lambda: dials == ["mute"])
+        for _ in range(1000):
+            mute.redial_soon()
+        other.redial_soon()
+        go_on.set()
+        wait_until(lambda: len(dials) == 3)
+    assert dials == ["mute", "mute", "other"]
+
+
 class Handler:
     """Grants its memory, or raises what it was told to."""
 

@@ -284,6 +284,7 @@ def test_a_failed_load_of_an_aborted_request_leaves_nothing(scheduler: StoreSche
     request = loading(scheduler)
     scheduler.finished(request, ([],))
     assert [each.held for each in clients(scheduler)] == [1, 1], "vLLM keeps the blocks until the load has ended"
+    assert scheduler.needs_steps(), "an idle engine makes the step that releases the hits"
     tell(scheduler, received=("a",), failed=("a",))
     assert [each.held for each in clients(scheduler)] == [0, 0]
 
