@@ -462,7 +462,7 @@ _KINDS: Final[dict[LLMStatusCode, type[LLMException]]] = {
 
 
 def failed(number: int, error: LLMException) -> Failed:
-    return Failed(number, int(error.status_code), str(error)[:MAX_REASON])
+    return Failed(number, int(error.status_code), clean(str(error), MAX_REASON))  # no surrogate can be sent
 
 
 def remote_failure(message: Failed, peer: int, phase: str) -> RemoteFailure:

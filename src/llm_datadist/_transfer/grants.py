@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 _REVOKED: Final = "revoked"
 _FINALIZED: Final = "finalized"
 
+_ENDS_AT_ONCE: Final = 16  # grants of a lost reader
 _MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
 _MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
 _FEW: Final = 64  # expiries of ended grants that are kept in any case
@@ -176,15 +177,19 @@ class Grants:
             except BaseException:
                 self._store.exports.guards.release(guard.slot)
                 raise
+            given = _ActiveGrant(grant, entry, time.monotonic() + seconds, on_end=on_end)
             try:
-                answers = self._add(_ActiveGrant(grant, entry, time.monotonic() + seconds, on_end=on_end), link)
-            except LLMException:  # refused; after any other error it may be there, and expires
-                self._store.exports.guards.release(guard.slot)
+                for waiting, answer in self._add(given, link):
+                    waiting.tell(answer)
+            except BaseException:
+                given.on_end = None  # the caller gets no grant
+                if self._given.get(token) is given:  # cut off, as by a lack of memory
+                    self._end(_REVOKED, [token])
+                else:
+                    self._store.exports.guards.release(guard.slot)
                 raise
         if link is not None and link.ended:  # perhaps before it was claimed here
             self._end(READER_LOST, [token])
-        for waiting, answer in answers:
-            waiting.tell(answer)
         return grant
 
     def _add(self, given: _ActiveGrant, link: Link | None) -> list[tuple[Link, Message]]:
@@ -351,7 +356,9 @@ class Grants:
                 self._drop_waiting(lambda claim: claim.link is link, list(self._waiting))
             del self._waiting_of[link]
             tokens = list(self._claimed.get(link, ()))
-        self._end(READER_LOST, tokens)
+        self._end(READER_LOST, tokens[:_ENDS_AT_ONCE])
+        if len(tokens) > _ENDS_AT_ONCE:  # others need the control thread, too
+            self._call_at(time.monotonic(), lambda: self.drop_peer(link))
 
     def drop_cache(self, entry: Entry) -> None:
         with self._lock:

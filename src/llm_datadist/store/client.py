@@ -68,8 +68,8 @@ class StoreOptions:
     Attributes:
         store_id: Cluster id of the store.
         lookup_ms: Milliseconds of a lookup; without an answer it is a miss.
-        pause_seconds: Seconds without lookups and saves after the store refused one of them, or left five in a row
-            without an answer; at most a day. Lookups are misses then, saves store nothing.
+        pause_seconds: Seconds without lookups and saves after the store refused one of them (not ``LLM_LINK_BUSY``), or
+            left five in a row without an answer; at most a day. Lookups are misses then, saves store nothing.
         save_ms: Milliseconds of one question of a save, for at most 64 MiB or one block.
         verify: Compare digests after each load. Costs reading the bytes once more.
 
@@ -173,6 +173,7 @@ class StoreClient(OfProcess):
         try:
             body = messages.Lookup(self._namespace, keys, token).encode()
             answer = self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1)
+            self._require_own("lookup")  # after the answer: it came over that link
             part = messages.decode(messages.Found, answer, self._what)
             if part == messages.NOTHING:
                 return False
@@ -231,12 +232,14 @@ class StoreClient(OfProcess):
             check_rule(grant.cluster_id == self._options.store_id, foreign)
             if grant.incarnation.hex() != self._store:
                 raise GrantEnded(f"load: {hit!r} is of an earlier process of the {self._what}, or that was lost")
+        self._require_own("load")
         at = 0
         for grant, keys in zip(hit.grants, hit.counts, strict=True):
             if at < count:
                 part, key = slice(at, min(at + keys, count)), CacheKeyByIdAndIndex(grant.cluster_id, grant.cache_id, 0)
                 self._manager.pull_blocks(key, cache, hit.slots[part], indices[part], grant=grant)
             at += keys
+        self._require_own("load")  # after the last byte, too: it came over that link
         if self._options.verify:
             self._verify(hit, cache, indices)
 
@@ -304,8 +307,7 @@ class StoreClient(OfProcess):
         grant = cache.grant(blocks, None, peer=self._options.store_id)
         try:
             # After the grant, which ends with the link: no other process that took the store's place may use it.
-            if self._found() != self._store:
-                raise NotLinked(f"save: the {self._what} is not linked any more")
+            self._require_own("save")
             body = messages.Save(self._namespace, shape, keys, blocks.tolist(), grant.to_bytes()).encode()
             answer = self._ask(messages.SAVE, body, self._options.save_ms)
         finally:
@@ -363,10 +365,18 @@ class StoreClient(OfProcess):
             raise StateError(f"{call}: this StoreClient is closed")
         if not self._linked.is_set() or time.monotonic() < self._resume_at:
             return False
-        if self._found() == self._store:
+        if self._is_own():
             return True
         self._dial_again()  # the link has ended, or is of another process now
         return False
+
+    def _is_own(self) -> bool:
+        """Return True while the link to the store's id is the one that was dialled. A peer may say any incarnation."""
+        return self._store != "" and self._found() == self._store
+
+    def _require_own(self, what: str) -> None:
+        if not self._is_own():
+            raise GrantEnded(f"{what}: the link to the {self._what} has ended")
 
     def _dial_again(self) -> None:
         self._linked.clear()
@@ -376,10 +386,10 @@ class StoreClient(OfProcess):
         """Remember a failure: dial again, or leave the store alone for a while."""
         busy = error.status_code is LLMStatusCode.LLM_LINK_BUSY
         late = isinstance(error, DeadlineExceeded)
-        self._late += late
+        self._late = self._late + 1 if late else 0
         if isinstance(error, LinkError) and not busy:
             self._dial_again()
-        elif not isinstance(error, GrantEnded) and (not late or self._late == _LATE_IN_A_ROW):
+        elif not isinstance(error, GrantEnded) and (not late or self._late >= _LATE_IN_A_ROW):
             self._warn(f"{_LATE_IN_A_ROW} late answers in a row, the last one: {error}" if late else named(error))
             if not busy:
                 self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
@@ -405,6 +415,9 @@ class StoreClient(OfProcess):
                 linked = self._link()
             except StateError:
                 return  # finalized
+            except Exception as error:  # noqa: BLE001 (as a lack of memory: it is tried again)
+                self._warn(f"unexpected error while it is linked: {error!r}")
+                linked = False
             if not linked:
                 self._linked.clear()
                 pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)

@@ -19,6 +19,7 @@ EVENTS: Final = "llm_datadist.store events"
 MAX_LOOKUP_KEYS: Final = 1024
 MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
+_MAX_GRANT: Final = 9 * MAX_SAVE_KEYS + 128  # bytes of a grant of so many blocks
 _MAX_TENSORS: Final = 4096
 _MAX_DIMS: Final = 30
 
@@ -29,7 +30,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 
 
-class Body(msgspec.Struct, frozen=True, array_like=True):
+class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all bodies."""
 
     def encode(self) -> bytes:
@@ -72,7 +73,7 @@ class Found(Body, frozen=True):
 NOTHING: Final = Found(b"", b"", b"", b"", None)
 
 
-class HitCopy(Body, frozen=True, forbid_unknown_fields=True):
+class HitCopy(Body, frozen=True):
     """Answers to the questions of one lookup on their way to another process."""
 
     namespace: Namespace
@@ -86,7 +87,7 @@ class Save(Body, frozen=True):
     shape: BlockShape
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
     blocks: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
-    grant: bytes
+    grant: Annotated[bytes, msgspec.Meta(max_length=_MAX_GRANT)]
 
 
 class Saved(Body, frozen=True):

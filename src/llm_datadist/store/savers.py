@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._log import logger
@@ -36,7 +37,8 @@ class Savers:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards all below
-        self._waiting: dict[Name, deque[Job]] = {}  # by client, in turns: who is served goes to the end
+        # By origin and client, both in turns: who is served goes to the end.
+        self._waiting: dict[str, dict[Name, deque[Job]]] = {}
         self._running: dict[Name, str] = {}  # clients with a thread, and their origins
         self._prompt: dict[Name, None] = {}  # clients whose last job met no deadline, the oldest first
         self._closed = False
@@ -57,7 +59,7 @@ class Savers:
         with self._changed:
             if self._closed:
                 raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
-            jobs = self._waiting.setdefault(name, deque())
+            jobs = self._waiting.setdefault(question.origin, {}).setdefault(name, deque())
             if len(jobs) >= _MAX_WAITING:
                 raise busy(f"{_MAX_WAITING} saves of this client wait already")
             jobs.append((question, job))
@@ -66,7 +68,7 @@ class Savers:
     def waiting(self) -> int:
         """Return the number of jobs that wait for a thread."""
         with self._changed:
-            return sum(map(len, self._waiting.values()))
+            return sum(len(jobs) for clients in self._waiting.values() for jobs in clients.values())
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""
@@ -79,39 +81,44 @@ class Savers:
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
-            name, (question, job) = taken
+            origin, name, (question, job) = taken
             late = _serve(question, job)
-            for other, _ in self._give_back(name, late=late):
+            for other, _ in self._give_back(origin, name, late=late):
                 _serve(other, _refused)
 
-    def _take(self) -> tuple[Name, Job] | None:
+    def _take(self) -> tuple[str, Name, Job] | None:
         """Wait for the next job; None once closed."""
         with self._changed:
             while not self._closed:
-                if (name := self._next()) is None:
+                if (found := self._next()) is None:
                     self._changed.wait()
                     continue
-                jobs = self._waiting.pop(name)
+                origin, name = found
+                clients = self._waiting.pop(origin)
+                jobs = clients.pop(name)
                 job = jobs.popleft()
                 if jobs:
-                    self._waiting[name] = jobs
-                self._running[name] = job[0].origin
-                return name, job
+                    clients[name] = jobs
+                if clients:
+                    self._waiting[origin] = clients
+                self._running[name] = origin
+                return origin, name, job
         return None
 
-    def _next(self) -> Name | None:
+    def _next(self) -> tuple[str, Name] | None:
         """Under the lock."""
         running = self._running.values()
         slow = [origin for name, origin in self._running.items() if name not in self._prompt]
-        for name, jobs in self._waiting.items():
-            origin = jobs[0][0].origin
-            crowds = origin in running and 2 * len(running) >= _THREADS
-            waits = name not in self._prompt and (origin in slow or 2 * len(slow) >= _THREADS)
-            if not (name in self._running or crowds or waits):
-                return name
+        for origin, clients in self._waiting.items():
+            if origin in running and 2 * len(running) >= _THREADS:
+                continue
+            full = origin in slow or 2 * len(slow) >= _THREADS
+            for name in clients:
+                if name not in self._running and (name in self._prompt or not full):
+                    return origin, name
         return None
 
-    def _give_back(self, name: Name, *, late: bool) -> Iterable[Job]:
+    def _give_back(self, origin: str, name: Name, *, late: bool) -> Iterable[Job]:
         """Free the thread; return the jobs of a late client, which would be late, too."""
         with self._changed:
             del self._running[name]
@@ -121,7 +128,11 @@ class Savers:
                 if len(self._prompt) > _MAX_PROMPT:
                     del self._prompt[next(iter(self._prompt))]
             self._changed.notify_all()
-            return self._waiting.pop(name, ()) if late else ()
+            clients = self._waiting.get(origin, {})
+            dropped = clients.pop(name, ()) if late else ()
+            if dropped and not clients:
+                del self._waiting[origin]
+            return dropped
 
 
 def _serve(question: PeerQuestion, job: Callable[[], bytes]) -> bool:
@@ -139,7 +150,8 @@ def _serve(question: PeerQuestion, job: Callable[[], bytes]) -> bool:
     try:
         question.answer_by(run)
     except BaseException as error:  # noqa: BLE001 (as a lack of memory for the refusal: the thread goes on)
-        logger.error("unexpected error while a save is answered", exc_info=error)
+        with suppress(BaseException):  # of a user's handler of logs
+            logger.error("unexpected error while a save is answered", exc_info=error)
     return late
 
 

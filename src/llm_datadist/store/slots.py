@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]  # of slots
 
 #: Slots that the hand visits for one call of :meth:`Slots.fill`, because lookups wait for it.
-MAX_VISITS: Final = 8192
+MAX_VISITS: Final = 1024
 #: Most bytes of a slot's bookkeeping here, with a key of 64 bytes.
 SLOT_BYTES: Final = 384
 _HISTORY: Final = 8
