@@ -87,14 +87,11 @@ class _ActiveGrant(msgspec.Struct, eq=False):
     grant: Grant
     entry: Entry  # may be freed
     until: float  # monotonic
-    looked_at: float = 0.0  # next look of the control thread, at most ``until``
+    looked_at: float  # next look of the control thread, at most ``until``
     readers: int = 0  # number, by the first claim
     claims: set[Link] = msgspec.field(default_factory=set)  # not released yet
     releases: int = 0
-    on_end: OnEnd | None = None
-
-    def __post_init__(self) -> None:
-        self.looked_at = self.until
+    on_end: OnEnd = None
 
 
 class _Waiting(NamedTuple):
@@ -141,13 +138,7 @@ class Grants:
         return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
 
     def grant(
-        self,
-        cache_id: int,
-        blocks: object,
-        ttl: float | None,
-        token: bytes | None,
-        peer: int | None = None,
-        on_end: OnEnd | None = None,
+        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None, on_end: OnEnd
     ) -> Grant:
         """Return a grant for ``blocks``, claimed by ``peer`` if given. Errors as :meth:`Cache.grant`."""
         with self._lock:
@@ -167,7 +158,7 @@ class Grants:
             for block in (int(numbers.min()), int(numbers.max())):
                 check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
             if link is not None:
-                self._policy.require_move(link, push=False)
+                self._policy.require(link, "pull")
                 self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
@@ -176,8 +167,9 @@ class Grants:
             except BaseException:
                 self._store.exports.guards.release(guard.slot)
                 raise
+            until = time.monotonic() + seconds
             try:
-                answers = self._add(_ActiveGrant(grant, entry, time.monotonic() + seconds, on_end=on_end), link)
+                answers = self._add(_ActiveGrant(grant, entry, until, until, on_end=on_end), link)
             except LLMException:  # refused; after any other error it may be there, and expires
                 self._store.exports.guards.release(guard.slot)
                 raise
@@ -232,8 +224,7 @@ class Grants:
     def renew(self, grant: Grant, ttl: float) -> None:
         until, earliest = time.monotonic() + _check_ttl(ttl), False
         with self._lock:
-            given = self._given.get(grant.token)
-            if given is None:
+            if (given := self._given.get(grant.token)) is None:
                 why = self._ended.get(grant.token, (state_of(grant).end,))[0]
                 raise StateError(f"renew: {grant!r} has ended: {why}")
             given.until = until
@@ -283,7 +274,7 @@ class Grants:
     def on_claim(self, link: Link, message: Claim) -> None:
         token = message.token
         try:
-            self._policy.require_move(link, push=False)
+            self._policy.require(link, "pull")
             with self._lock:
                 if token in self._given or token in self._ended or self._closed:
                     answer = self._claim(link, message)
@@ -303,8 +294,7 @@ class Grants:
     def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: answer a claim of an active or ended grant."""
         number, token = claim.id, claim.token
-        given = self._given.get(token)
-        if given is None:
+        if (given := self._given.get(token)) is None:
             now = time.monotonic()
             why, when = self._ended.get(token, (_FINALIZED, now))
             return ClaimOver(number, why, int(1e3 * (now - when)))
@@ -397,8 +387,7 @@ class Grants:
 
     def _remove(self, token: bytes, why: str) -> _ActiveGrant | None:
         """Under the lock; :meth:`_advance` must follow."""
-        given = self._given.pop(token, None)
-        if given is None:
+        if (given := self._given.pop(token, None)) is None:
             return None
         for link in list(given.claims):
             self._forget_claim(link, given)

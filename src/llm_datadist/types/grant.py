@@ -55,8 +55,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     blocks: Annotated[list[Block], msgspec.Meta(min_length=1, max_length=_MAX_BLOCKS)]
 
 
-#: Called with a grant that has ended.
-OnEnd = Callable[["Grant"], None]
+#: Called with a grant that has ended, if at all.
+OnEnd = Callable[["Grant"], None] | None
 
 _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
 
@@ -65,13 +65,7 @@ class Granter(Protocol):
     """Owner of grants, which gives and ends them."""
 
     def grant(
-        self,
-        cache_id: int,
-        blocks: object,
-        ttl: float | None,
-        token: bytes | None,
-        peer: int | None = None,
-        on_end: OnEnd | None = None,
+        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None, on_end: OnEnd
     ) -> Grant:
         """Give a grant."""
 
