@@ -74,8 +74,7 @@ class LinkTable:
         def try_commit() -> bool:
             nonlocal committed
             self._refuse_if_closed()
-            old = self._links.get(peer.cluster_id)
-            if old is None and peer.incarnation not in self._dialling:
+            if (old := self._links.get(peer.cluster_id)) is None and peer.incarnation not in self._dialling:
                 self._dialling.add(peer.incarnation)
                 committed = self._next()
             elif old is not None and old.usable:
