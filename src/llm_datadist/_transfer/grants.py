@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -464,7 +465,7 @@ def claim_grant(
     grant, peer = _claimed(answer, f"{what}: {link.peer}"), link.peer
     if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
         raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
-    state_of(grant).reader = _Reader(link)
+    state_of(grant).end_claim = partial(_end_claim, [link], token)
     return grant
 
 
@@ -477,16 +478,14 @@ def _claimed(answer: Claimed, what: str) -> Grant:
 
 def release_grant(links: LinkManager, cluster_id: int, token: bytes) -> None:
     """Tell the owner that this reader has finished; without a link the grant has ended."""
-    link, ended = links.peek(cluster_id), ClaimEnded(token, released=True)
-    if link is not None and not put_off(link.tell, ended):
-        link.tell(ended)
+    if (link := links.peek(cluster_id)) is not None:
+        _end_claim([link], token, released=True)
 
 
 def give_back(grant: Grant) -> None:
     """Undo a claim: another reader may have the grant."""
-    reader = state_of(grant).reader
-    if isinstance(reader, _Reader) and reader.link is not None:
-        reader.link.tell(ClaimEnded(grant.token, released=False))
+    if (end_claim := state_of(grant).end_claim) is not None:
+        end_claim(released=False)
 
 
 def on_late_claim(link: Link, message: Claimed) -> None:
@@ -521,14 +520,9 @@ def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
     return GrantEnded(f"{what} has ended{why}", peer=link.peer.cluster_id, phase="claim")
 
 
-class _Reader(msgspec.Struct, eq=False):
-    """Claim of a grant at its reader."""
-
-    link: Link | None  # None after the release
-
-    def release(self, grant: Grant) -> None:
-        if (link := self.link) is None:
-            return
-        self.link = None  # not repeated after an interrupt, because the owner may have been told
-        if not put_off(link.tell, ended := ClaimEnded(grant.token, released=True)):
+def _end_claim(claimed: list[Link], token: bytes, *, released: bool) -> None:
+    """Tell the owner, once: not again after an interrupt, because it may have been told."""
+    links, claimed[:] = claimed[:], []
+    for link in links:
+        if not put_off(link.tell, ended := ClaimEnded(token, released=released)):
             link.tell(ended)
