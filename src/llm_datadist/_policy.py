@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from llm_datadist._checks import clean, is_digits
+from llm_datadist._checks import check_rule, clean, is_digits
 from llm_datadist.errors import ParamError
 
 OTHERS: Final = "*"
@@ -90,26 +90,21 @@ def _permissions(where: str, peer: str, rules: msgspec.Raw) -> Permissions:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         known = ", ".join(Permissions.__struct_fields__)
         raise ParamError(f"{where}: {clean(str(error))}; known are {known}") from None
-    if not found.tenant.isprintable():
-        raise ParamError(f"{where}: tenant: {found.tenant!r} has characters that cannot be printed")
+    check_rule(found.tenant.isprintable(), f"{where}: tenant: {found.tenant!r} has characters that cannot be printed")
     for model in () if isinstance(found.models, msgspec.UnsetType) else found.models:
-        if model > _UINT64_MAX:
-            raise ParamError(f"{where}: models: {model} is not a model id: at most {_UINT64_MAX}")
+        check_rule(model <= _UINT64_MAX, f"{where}: models: {model} is not a model id: at most {_UINT64_MAX}")
     return found
 
 
 def _read(option: str, given: str) -> bytes:
     """Return the file's bytes; open it without waiting, because it may be a pipe."""
     shown = repr(given[:_MAX_SHOWN])
-    if not given.strip():
-        raise ParamError(f"{option}: {shown} is neither JSON nor the path of a file, leave it out")
+    check_rule(given.strip(), f"{option}: {shown} is neither JSON nor the path of a file, leave it out")
     try:
         with open(given, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ParamError(f"{option}: {shown} is not a regular file")
+            check_rule(stat.S_ISREG(os.fstat(file.fileno()).st_mode), f"{option}: {shown} is not a regular file")
             text = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ParamError(f"{option}: {shown} cannot be read: {error.strerror}") from None
-    if len(text) > _MAX_FILE_BYTES:
-        raise ParamError(f"{option}: {shown} has more than {_MAX_FILE_BYTES} bytes")
+    check_rule(len(text) <= _MAX_FILE_BYTES, f"{option}: {shown} has more than {_MAX_FILE_BYTES} bytes")
     return text

@@ -69,8 +69,7 @@ class Threads(AbstractContextManager["Threads"]):
             self._stopped = True
             with suppress(Empty):
                 while cancel_futures:
-                    work = self._queue.get_nowait()
-                    if work is not None:
+                    if (work := self._queue.get_nowait()) is not None:
                         work.future.cancel()
                         work.run()  # tells those that wait for it
             for _ in self._threads:

@@ -53,8 +53,7 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
 
 def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
     """Return the NumPy type of an element type; ParamError naming ``name`` for text."""
-    dtype = _NUMPY.get(data_type)
-    if dtype is None:
+    if (dtype := _NUMPY.get(data_type)) is None:
         raise ParamError(f"{name}={data_type.name}: NumPy has no such element type")
     return dtype
 

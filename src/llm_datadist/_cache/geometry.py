@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist import _native
-from llm_datadist._checks import clean
+from llm_datadist._checks import check_rule, clean
 from llm_datadist._native import BlockList, BlockPlanner, Plan
 from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError, ProtocolError
 from llm_datadist.types.data_type import DataType
@@ -64,8 +64,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, desc: CacheDesc, kind: CacheKind) -> Geometry:
         """Build from a descriptor; ``shape[0]`` counts rows, whatever ``batch_dim_index`` is."""
-        if desc.num_tensors < 1:
-            raise ParamError(f"cache_desc.num_tensors={desc.num_tensors}: a cache has at least one tensor")
+        check_rule(desc.num_tensors >= 1, f"cache_desc.num_tensors={desc.num_tensors}: a cache has at least one tensor")
         size = desc.size
         shape = tuple(desc.shape)
         return cls(
@@ -311,8 +310,7 @@ class LayerPlan:
     @classmethod
     def of_row(cls, src: Geometry, row: int) -> LayerPlan:
         """Plan a whole row; row 0 of a blocks cache is its first block."""
-        if src.kind is CacheKind.BLOCKS and row:
-            raise ParamError(f"src_batch_index={row}: a blocks cache has only row 0")
+        check_rule(src.kind is not CacheKind.BLOCKS or not row, f"src_batch_index={row}: a blocks cache has only row 0")
         src.require_row("src_batch_index", row)
         runs = _native.plan_row(0, row * src.stride, src.stride)
         return cls(src.kind, runs, ordered=False, unit=src.stride, blocks=None, extent=src.stride)

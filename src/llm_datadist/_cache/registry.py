@@ -109,8 +109,7 @@ class Lifecycle:
 
     def require(self, event: Event) -> frozenset[CacheState]:
         """Return the states after ``event``; StateError, with the history, if it is illegal."""
-        targets = TRANSITIONS.get((self.state, event))
-        if targets is None:
+        if (targets := TRANSITIONS.get((self.state, event))) is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
         return targets
 
@@ -237,8 +236,7 @@ class Registry:
     def require_free(self, keys: Iterable[Key]) -> None:
         """Raise KeyInUse if a key is bound (interface R3). Without the lock an early check: :meth:`add` decides."""
         for key in keys:
-            binding = self._keys.get(key)
-            if binding is not None:
+            if (binding := self._keys.get(key)) is not None:
                 cache = binding.entry.cache_id
                 raise KeyInUse(f"key {_show_key(key)} is bound to cache {cache}: remove or pull it first")
 
@@ -290,8 +288,7 @@ class Registry:
         """Unbind ``key``, also of a registered cache (interface R25), if it is bound."""
         effects = Effects()
         with self._lock:
-            binding = self._keys.get(key)
-            if binding is not None:
+            if (binding := self._keys.get(key)) is not None:
                 self._unbind(binding, effects, invalidate=True)
         return effects
 
@@ -299,8 +296,7 @@ class Registry:
         """Drop an allocated cache and its keys; ignore any other id."""
         effects = Effects()
         with self._lock:
-            entry = self._entries.get(cache_id)
-            if entry is not None and entry.owned and entry.owner:
+            if (entry := self._entries.get(cache_id)) is not None and entry.owned and entry.owner:
                 self._withdraw(entry, effects)
         return effects
 
@@ -330,8 +326,7 @@ class Registry:
         """Drop a registered cache and its keys; ignore any other id."""
         effects = Effects()
         with self._lock:
-            entry = self._entries.get(cache_id)
-            if entry is not None and not entry.owned:
+            if (entry := self._entries.get(cache_id)) is not None and not entry.owned:
                 self._withdraw(entry, effects)
         return effects
 
@@ -347,8 +342,7 @@ class Registry:
 
     def lookup(self, cache_id: int, what: object = "cache") -> Entry:
         """Return the entry, also if deallocated with unconsumed keys, or raise CacheNotFound."""
-        entry = self._entries.get(cache_id)
-        if entry is None:
+        if (entry := self._entries.get(cache_id)) is None:
             raise CacheNotFound(f"{what}: no cache with id {cache_id} (never made, or freed)")
         if entry.closing:
             raise CacheNotFound(f"{what}: cache {cache_id} is being unregistered", phase=DRAIN)
@@ -356,8 +350,7 @@ class Registry:
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
         """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
-        entry = self._entries.get(cache_id)
-        if entry is not None and entry.uses.try_enter():
+        if (entry := self._entries.get(cache_id)) is not None and entry.uses.try_enter():
             return entry  # no event, no lock: a use changes no state of an open cache
         with self._lock:
             entry = self.lookup(cache_id, what)
@@ -379,8 +372,7 @@ class Registry:
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:
         """Return (entry, row, binding) of a key, or of a cache id and row; CacheNotFound (interface B8)."""
         if key is not None:
-            binding = self._keys.get(key)
-            if binding is None:
+            if (binding := self._keys.get(key)) is None:
                 raise CacheNotFound(f"key {_show_key(key)} is not bound: not published yet, consumed, or removed")
             return self.lookup(binding.entry.cache_id), binding.row, binding
         entry = self.lookup(cache_id, "cache_id")
@@ -441,8 +433,7 @@ class Registry:
         """
         effects = Effects()
         with self._lock:
-            pin = self._pins.get((peer, pin_id))
-            if pin is None:
+            if (pin := self._pins.get((peer, pin_id))) is None:
                 self.unknown_releases += 1
                 if pin_id >= FIRST_NAMED_PIN:
                     self._early_releases.append((id(peer), pin_id))
@@ -513,8 +504,7 @@ class Registry:
             self._check_pins()
 
     def _bind(self, entry: Entry, key: Key, row: int, guard: object, effects: Effects) -> None:
-        old = self._keys.get(key)
-        if old is not None:
+        if (old := self._keys.get(key)) is not None:
             if not entry.owned and entry.geometry.kind is CacheKind.CACHE:  # the first wins
                 effects.retire.append(guard)
                 return
@@ -546,8 +536,7 @@ class Registry:
         self._pins_of[pin.peer] -= 1
         if not self._pins_of[pin.peer]:
             del self._pins_of[pin.peer]
-        binding = pin.binding
-        if binding is not None:
+        if (binding := pin.binding) is not None:
             binding.pins -= 1
             if binding.pins == 0 and not binding.bound:
                 effects.retire.append(binding.guard)

@@ -236,8 +236,7 @@ class CacheStore:
         """
         require_outermost("unregister_cache")
         registry = self.registry
-        entry = registry.registered(cache_id)
-        if entry is None:
+        if (entry := registry.registered(cache_id)) is None:
             return
         if not deadline.poll(lambda: registry.begin_closing(entry) or registry.registered(cache_id) is not entry):
             raise deadline.error(f"unregister_cache: another call unregisters cache {cache_id}", DRAIN)

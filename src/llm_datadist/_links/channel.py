@@ -219,19 +219,16 @@ class Channel:
     def _receive(self, seconds: float = 0.0) -> bool:
         """Caller holds the reader role. Read for at most ``seconds``; return False at the end."""
         try:
-            data = self._input.receive(seconds)
-            if data:
+            if data := self._input.receive(seconds):
                 self._parser.feed(data if self._tls is None else self._tls.decrypt(data))
+            return data != b""
         except OSError as error:
             self.close(f"the connection broke: {error.strerror or error}")
-            return False
         except AuthFailed as error:
             self.close(f"the connection was tampered with: {error}")
-            return False
         except Exception as error:  # noqa: BLE001 (as a lack of memory: bytes are lost)
             self.close(f"internal error: {error!r}")
-            return False
-        return data != b""
+        return False
 
     def _take_turn(self) -> None:
         """Caller holds the reader role. Handle some frames, then release the role, or keep it for the next turn."""

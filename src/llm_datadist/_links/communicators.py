@@ -124,8 +124,7 @@ class Communicators:
             communicator.sock.close()
 
     def _get(self, comm_id: int) -> Communicator:  # under the lock
-        communicator = self._all.get(comm_id)
-        if communicator is None:
+        if (communicator := self._all.get(comm_id)) is None:
             raise NotLinked(f"communicator {comm_id} does not exist: it was unlinked, or link() never returned that id")
         return communicator
 
@@ -220,8 +219,7 @@ class Communicators:
 
     def _open_link(self, peer: int) -> None:
         """Under the lock: open a spare link to operations if an OK communicator holds it, else shut it."""
-        link = self._links.peek(peer)
-        if link is not None and link.origin.spare:
+        if (link := self._links.peek(peer)) is not None and link.origin.spare:
             link.origin.open = any(not each.preparing and each.holds(peer) for each in self._all.values())
 
     def _spare(self, peer: int) -> Link | None:
@@ -233,8 +231,7 @@ class Communicators:
         return link if link is not None and link.origin.spare else None
 
     def _drop_spare(self, peer: int, reason: str) -> None:
-        link = self._spare(peer)
-        if link is not None:
+        if (link := self._spare(peer)) is not None:
             self._links.end(link, reason, lost=False)
 
     def _fail(self, communicator: Communicator, reason: str) -> None:

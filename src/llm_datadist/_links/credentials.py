@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from llm_datadist._checks import clean
+from llm_datadist._checks import check_rule, clean
 from llm_datadist._links.tls_session import Context, TlsSession
 from llm_datadist._log import logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
@@ -89,10 +89,8 @@ def read_secrets(path: Path, option: str = AUTH_SECRET) -> list[Secret]:
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.startswith("#")
     ]
-    if not found:
-        raise ParamError(f"{option}: {path} holds no secret; `llm-datadist keys new` makes one")
-    if len({each.id for each in found}) < len(found):
-        raise ParamError(f"{option}: {path} has two secrets of one id")
+    check_rule(found, f"{option}: {path} holds no secret; `llm-datadist keys new` makes one")
+    check_rule(len({each.id for each in found}) == len(found), f"{option}: {path} has two secrets of one id")
     return found
 
 
@@ -105,24 +103,21 @@ def new_secret(path: Path, name: str) -> Path:
 
 
 def _check_private(what: str, about: os.stat_result) -> None:
-    if not stat.S_ISREG(about.st_mode):
-        raise ParamError(f"{what} is no regular file")
-    if about.st_uid not in (os.geteuid(), 0):
-        raise ParamError(f"{what} belongs to user {about.st_uid}: it must be this user's, or root's")
-    if about.st_mode & 0o077:
-        raise ParamError(f"{what} has mode {stat.S_IMODE(about.st_mode):04o}: group and others must have no access")
+    owner, mode = about.st_uid, stat.S_IMODE(about.st_mode)
+    check_rule(stat.S_ISREG(about.st_mode), f"{what} is no regular file")
+    check_rule(owner in (os.geteuid(), 0), f"{what} belongs to user {owner}: it must be this user's, or root's")
+    check_rule(not mode & 0o077, f"{what} has mode {mode:04o}: group and others must have no access")
 
 
 def _parse(line: str, what: str) -> Secret:
     parts = line.split()
-    if len(parts) != 2:
-        raise ParamError(f"{what} is not of the form: id base64")
+    check_rule(len(parts) == 2, f"{what} is not of the form: id base64")
     try:
         value = base64.b64decode(parts[1], validate=True)
     except (binascii.Error, ValueError):
         raise ParamError(f"{what}: the secret is no base64") from None
-    if len(value) < MIN_SECRET_BYTES:
-        raise ParamError(f"{what}: the secret has {len(value)} bytes, {MIN_SECRET_BYTES} at least are needed")
+    text = f"{what}: the secret has {len(value)} bytes, {MIN_SECRET_BYTES} at least are needed"
+    check_rule(len(value) >= MIN_SECRET_BYTES, text)
     return Secret(parts[0], value)
 
 

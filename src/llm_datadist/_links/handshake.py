@@ -109,10 +109,10 @@ class Endpoint:
             return None
         return Renewal(self.credentials.session, lambda tls: self.check_identity(tls, peer), secret, dialled=dialled)
 
-    def why_not_user(self, sock: socket.socket) -> str:
-        """Return why the peer's user may not link; empty if it may."""
-        why = "" if self.users is None else why_other_user(sock, self.users)
-        return f"{why}; {_OTHER_USERS}" if why else ""
+    def require_user(self, sock: socket.socket) -> None:
+        """Raise AuthFailed unless the peer's user may link."""
+        if self.users is not None and (why := why_other_user(sock, self.users)):
+            raise AuthFailed(f"{why}; {_OTHER_USERS}")
 
     def greeting(self) -> dict[str, Any]:
         """Return the fields of a new greeting, but for its offers."""
@@ -325,8 +325,7 @@ class Dial(AbstractContextManager["Dial"]):
     def _open(self, welcome: Welcome, wanted: int | None) -> None:
         """Check the peer, then open the data path."""
         endpoint, meeting, frames = self._endpoint, self._meeting, self._frames
-        if why := endpoint.why_not_user(frames.socket):
-            raise AuthFailed(why)
+        endpoint.require_user(frames.socket)
         self._spoken = endpoint.agree(welcome)
         endpoint.check_identity(frames.tls, welcome)
         _check_place(welcome, meeting.here)
@@ -577,11 +576,12 @@ class Listener:
         frames = _AsyncFrames(loop, sock, source)
         await self._authenticate(frames, encrypted=preamble == TLS_PREAMBLE)
         hello = await frames.receive(Hello)
-        if why := self._endpoint.why_not_user(sock):
-            await frames.send(
-                Refused(int(LLMStatusCode.LLM_LINK_FAILED), f"the listener says: {why}", authentication=True)
-            )
-            raise AuthFailed(why)
+        try:
+            self._endpoint.require_user(sock)
+        except AuthFailed as error:
+            why = f"the listener says: {error}"
+            await frames.send(Refused(int(LLMStatusCode.LLM_LINK_FAILED), why, authentication=True))
+            raise
         try:
             self._endpoint.check_identity(frames.tls, hello)
         except AuthFailed:
@@ -600,8 +600,7 @@ class Listener:
             meeting.close()
 
     async def _authenticate(self, frames: _AsyncFrames, *, encrypted: bool) -> None:
-        tls = self._endpoint.session(server_side=True)
-        if tls is not None and encrypted:
+        if (tls := self._endpoint.session(server_side=True)) is not None and encrypted:
             await frames.authenticate(tls)
         elif tls is not None:
             await frames.send(_NOT_AUTHENTICATED)

@@ -49,9 +49,7 @@ class PeerSecrets:
     def __init__(self) -> None:
         self._secrets: dict[bytes, bytes] = {}
 
-    @property
-    def kept(self) -> int:
-        """Number of secrets."""
+    def __len__(self) -> int:
         return len(self._secrets)
 
     def prove(self, peer: bytes, role: bytes, transcript: Transcript) -> bytes:

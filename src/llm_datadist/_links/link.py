@@ -106,8 +106,7 @@ class LinkMachine:
 
     def fire(self, event: LinkEvent) -> LinkState:
         """Take the transition. Raises StateError, with the story, if it is illegal."""
-        target = TRANSITIONS.get((self.state, event))
-        if target is None:
+        if (target := TRANSITIONS.get((self.state, event))) is None:
             raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
         self._story.append(f"{event.value} -> {target.value}")
         self.state = target
@@ -140,9 +139,9 @@ class LinkOrigin:
     @property
     def shown(self) -> str:
         """The dialled address; empty if the peer dialled."""
-        if self.dialled and self.address is not None:
-            return show_address(self.address)
-        return "a communicator's" if self.dialled else ""
+        if not self.dialled:
+            return ""
+        return show_address(self.address) if self.address is not None else "a communicator's"
 
     @property
     def spare(self) -> bool:
@@ -175,8 +174,7 @@ class RequestTable:
     def answer(self, number: int, message: Message) -> bool:
         """Deliver an answer; return False if its caller no longer waits."""
         with self.lock:
-            waiter = self.waiters.pop(number, None)
-            if waiter is None:
+            if (waiter := self.waiters.pop(number, None)) is None:
                 return False
             # Under the lock: a removed waiter has its answer.
             waiter.wake(message)
@@ -317,8 +315,7 @@ class Link:
                 requests.waiters.pop(number, None)  # later answers are late
             if not waited and waiter.answer is not None and self.channel is not None:
                 self.channel.handle(waiter.answer)  # it came before the interrupt was raised: it may hold a pin
-        answer = waiter.answer
-        if answer is None:
+        if (answer := waiter.answer) is None:
             if self.ended:
                 raise self.lost_error(what, phase)
             raise deadline.error(f"{what} from {self.peer}", phase, self.peer.cluster_id)
@@ -439,8 +436,7 @@ class Link:
 
     def _try(self, event: LinkEvent) -> bool:
         """Under the lock: fire an event if it is legal now."""
-        legal = self._machine.can(event)
-        if legal:
+        if legal := self._machine.can(event):
             self._fire(event)
         return legal
 

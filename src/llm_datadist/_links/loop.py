@@ -97,8 +97,7 @@ class _DirectSelector(selectors.EpollSelector):
         """Return some of asyncio's events; the kernel reports the others first next time."""
         keys, events = self.get_map(), []
         for descriptor, event in self._few.poll(0, _EVENTS_PER_TURN):
-            key = keys.get(descriptor)
-            if key is not None:
+            if (key := keys.get(descriptor)) is not None:
                 read = selectors.EVENT_READ if event & ~select.EPOLLOUT else 0
                 write = selectors.EVENT_WRITE if event & ~select.EPOLLIN else 0
                 events.append((key, (read | write) & key.events))

@@ -309,8 +309,7 @@ class LinkManager:
         """
         self._table.refuse_if_full(hello.cluster_id, source)
         peer = Peer.of(hello)
-        old = self._table.conflict(peer, proven=proven)
-        if old is None:
+        if (old := self._table.conflict(peer, proven=proven)) is None:
             return
         if hello.reconnects and old.peer.incarnation != peer.incarnation:
             raise AlreadyLinked(f"cluster {peer.cluster_id} is {old.peer} since {peer} was lost")
@@ -391,8 +390,7 @@ class LinkManager:
         """Handle a message. On the control thread."""
         if link.ended or self._answers(link, message) or isinstance(message, _IGNORED):
             return
-        handler = self._handlers.get(type(message))
-        if handler is None:
+        if (handler := self._handlers.get(type(message))) is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed on an established link")
         if steps.watch is not None:
             steps.watch("handle", self, message, link)
@@ -444,8 +442,7 @@ class LinkManager:
         """
         self._reconnector.unlink(cluster_id, deadline)
         try:
-            link = self._table.get(cluster_id)
-            if link is not None:
+            if (link := self._table.get(cluster_id)) is not None:
                 self._drain(link, deadline, force=force)
             # A link that the peer restores now ends too.
             self._table.refuse_reconnects(cluster_id)

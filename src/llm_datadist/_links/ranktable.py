@@ -54,8 +54,7 @@ class RankTable:
         """Return the address of that rank. Raises ParamError if the table has none."""
         text = f"rank_table.server_list: no device has rank_id {rank}, the rank of cluster {cluster_id}"
         check_rule(rank in self.addresses, text)
-        address = self.addresses[rank]
-        if address is None:
+        if (address := self.addresses[rank]) is None:
             raise ParamError(
                 f"rank_table.server_list: no IP address for rank {rank} (cluster {cluster_id}): its server needs a "
                 "host_ip or a server_id that is one, or its device a device_ip"

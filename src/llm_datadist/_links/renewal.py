@@ -59,8 +59,7 @@ class Renewal:
 
     def take(self, message: Authenticated) -> Authenticate | None:
         """Continue this side's handshake; None at its end. Raises AuthFailed."""
-        tls = self._asking
-        if tls is None:
+        if (tls := self._asking) is None:
             raise AuthFailed("it answers what was not asked")
         if tls.authenticated:
             self._believe(tls, tls.decrypt(message.data), asked_here=True)

@@ -11,6 +11,7 @@ import time
 from copy import copy
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from llm_datadist._checks import require_intact
 from llm_datadist._log import named
 from llm_datadist.errors import AlreadyLinked, LinkRefused, LLMException, LLMStatusCode
 
@@ -74,8 +75,7 @@ class LinkTable:
         def try_commit() -> bool:
             nonlocal committed
             self._refuse_if_closed()
-            old = self._links.get(peer.cluster_id)
-            if old is None and peer.incarnation not in self._dialling:
+            if (old := self._links.get(peer.cluster_id)) is None and peer.incarnation not in self._dialling:
                 self._dialling.add(peer.incarnation)
                 committed = self._next()
             elif old is not None and old.usable:
@@ -201,11 +201,9 @@ class LinkTable:
     def check_integrity(self) -> None:
         with self._changed:
             for cluster_id, link in self._links.items():
-                if link.peer.cluster_id != cluster_id:
-                    raise AssertionError(f"{link!r} is filed under cluster {cluster_id}")
+                require_intact(link.peer.cluster_id == cluster_id, f"{link!r} is filed under cluster {cluster_id}")
             for link in self._loopback:
-                if link.peer.incarnation != self._mine:
-                    raise AssertionError(f"{link!r} is filed as a link to ourselves")
+                require_intact(link.peer.incarnation == self._mine, f"{link!r} is filed as a link to ourselves")
 
 
 def _remember(table: dict[int, V], cluster_id: int, value: V) -> None:

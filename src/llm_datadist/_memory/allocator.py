@@ -52,17 +52,14 @@ class PageAllocator:
 
     def free(self, offset: int) -> None:
         """Free the live range at ``offset``; raise ValueError if there is none."""
-        size = self._live.pop(offset, None)
-        if size is None:
+        if (size := self._live.pop(offset, None)) is None:
             raise ValueError(f"offset {offset} is not allocated: unknown or freed twice")
         self.used_bytes -= size
         start, end = offset, offset + size
-        left = self._hole_before.get(start)
-        if left is not None:
+        if (left := self._hole_before.get(start)) is not None:
             self._remove_hole(left, start - left)
             start = left
-        right = self._hole_at.get(end)
-        if right is not None:
+        if (right := self._hole_at.get(end)) is not None:
             self._remove_hole(end, right)
             end += right
         self._add_hole(start, end - start)

@@ -69,8 +69,7 @@ class Segment:
         self._memory = None
 
     def _open_memory(self) -> AddressRange:
-        memory = self._memory
-        if memory is None:
+        if (memory := self._memory) is None:
             raise StateError(f"segment {self.name!r} is closed")
         return memory
 

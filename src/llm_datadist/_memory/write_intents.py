@@ -225,8 +225,7 @@ class IntentWriter:
         StateError: this is a forked child.
         """
         require_process(self.pid, "announce")
-        page = self._page
-        if page is None:
+        if (page := self._page) is None:
             raise LinkError("the link is closed; link again", phase="copy")
         if not 0 < guard < _MAX_GUARD:
             raise ProtocolError(f"guard slot {guard} cannot be announced")

@@ -69,38 +69,32 @@ class UseGate:
     @property
     def inside(self) -> int: ...
 
+class _Totals:
+    @property
+    def count(self) -> int: ...
+    @property
+    def errors(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
 @final
-class Meter:
+class Meter(_Totals):
     """Totals of one kind of operation. Any thread."""
 
     def __init__(self) -> None: ...
     def add(self, nbytes: int, seconds: float = 0.0, failed: bool = False) -> None:
         """Add an operation."""
-    @property
-    def count(self) -> int: ...
-    @property
-    def errors(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
 
 FIRST_DURATION_BIT: Final[int]
 LAST_DURATION_BIT: Final[int]
 
 @final
-class OperationMeter:
+class OperationMeter(_Totals):
     """Totals, durations by transport and failures by exception of :class:`Timer` blocks. Any thread."""
 
     def __init__(self) -> None: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def errors(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
     @property
     def failures(self) -> dict[str, int]:
         """Failed operations by exception class."""
@@ -336,17 +330,7 @@ class ProcessMemory:
         ``execute``; nothing is written.
         """
 
-    def write(
-        self,
-        plan: Plan,
-        local: TensorList,
-        remote: TensorList,
-        pool: CopyPool | None,
-        deadline_ns: int,
-        cancelled: bytearray | None = None,
-        guards: GuardSet | None = None,
-    ) -> int:
-        """Copy from ``local`` to ``remote``. Otherwise as ``read``."""
+    write = read  # copies from ``local`` to ``remote``; otherwise as ``read``
 
 def load_generation(address: int) -> int:
     """Return the uint64 at ``address``, loaded after all earlier loads: it judges bytes copied before.

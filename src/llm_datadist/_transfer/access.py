@@ -55,25 +55,17 @@ class AccessPolicy:
             return LinkRefused(f"{PEER_POLICY} allows cluster {cluster_id} to push only: a mapped pool could be read")
         return exports if may.push else replace(exports, writable=False)
 
-    def require_move(self, link: object, *, push: bool) -> None:
-        may = self._may(link)
-        if not (may.push if push else may.pull):
-            raise _denied(link, "push" if push else "pull")
+    def require(self, link: object, right: str) -> None:
+        """Require ``pull``, ``push``, ``locate`` or ``ask``."""
+        if not getattr(self._may(link), right):
+            raise _denied(link, right)
 
     def require_push(self, link: object, cache_id: int | None) -> None:
         """Require the right to write a cache; ``cache_id`` is None for a key."""
-        self.require_move(link, push=True)
+        self.require(link, "push")
         located = isinstance(link, Link) and cache_id in link.caches.located
         if not self._store.remote_accessible and not located:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) on both sides")
-
-    def require_locate(self, link: object) -> None:
-        if not self._may(link).locate:
-            raise _denied(link, "locate")
-
-    def require_ask(self, link: object) -> None:
-        if not self._may(link).ask:
-            raise _denied(link, "ask")
 
     def asker(self, link: Link) -> Asker:
         """Return who asks a question over a link."""
@@ -106,7 +98,7 @@ class AccessPolicy:
     def require_consumed(self, link: object, cache_id: int) -> None:
         """Require the right to report a push that consumes a key. Also raises CacheNotFound."""
         if self._peers is not None:
-            self.require_move(link, push=True)
+            self.require(link, "push")
             self.require_sight(link, self._store.registry.lookup(cache_id))
             if not self.may_consume(link):
                 raise _denied(link, "consume keys")

@@ -96,7 +96,7 @@ class LocateTarget:
     def on_locate(self, link: Link, message: Locate) -> None:
         try:
             check_enabled(self._allowed, "locate: llm.WriteByAddress=0 of the owner: name memory by caches and keys")
-            self._policy.require_locate(link)
+            self._policy.require(link, "locate")
             located = self._located(link, message)
         except LLMException as error:
             link.tell(failed(message.id, error))

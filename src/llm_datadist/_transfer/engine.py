@@ -288,7 +288,7 @@ class Engine:
             operations=self.meters.totals(),
             links_lost=self.links.lost,
             reconnects=self.links.reconnected,
-            tables={"ended_grants": self.grants.ended, "peer_secrets": self.links.endpoint.peer_secrets.kept},
+            tables={"ended_grants": self.grants.ended, "peer_secrets": len(self.links.endpoint.peer_secrets)},
         )
 
     def check_integrity(self) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -88,14 +89,11 @@ class _ActiveGrant(msgspec.Struct, eq=False):
     grant: Grant
     entry: Entry  # may be freed
     until: float  # monotonic
-    looked_at: float = 0.0  # next look of the control thread, at most ``until``
+    looked_at: float  # next look of the control thread, at most ``until``
     readers: int = 0  # number, by the first claim
     claims: set[Link] = msgspec.field(default_factory=set)  # not released yet
     releases: int = 0
-    on_end: OnEnd | None = None
-
-    def __post_init__(self) -> None:
-        self.looked_at = self.until
+    on_end: OnEnd = None
 
 
 class _Waiting(NamedTuple):
@@ -142,13 +140,7 @@ class Grants:
         return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
 
     def grant(
-        self,
-        cache_id: int,
-        blocks: object,
-        ttl: float | None,
-        token: bytes | None,
-        peer: int | None = None,
-        on_end: OnEnd | None = None,
+        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None, on_end: OnEnd
     ) -> Grant:
         """Return a grant for ``blocks``, claimed by ``peer`` if given. Errors as :meth:`Cache.grant`."""
         with self._lock:
@@ -168,7 +160,7 @@ class Grants:
             for block in (int(numbers.min()), int(numbers.max())):
                 check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
             if link is not None:
-                self._policy.require_move(link, push=False)
+                self._policy.require(link, "pull")
                 self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
@@ -177,7 +169,8 @@ class Grants:
             except BaseException:
                 self._store.exports.guards.release(guard.slot)
                 raise
-            given = _ActiveGrant(grant, entry, time.monotonic() + seconds, on_end=on_end)
+            until = time.monotonic() + seconds
+            given = _ActiveGrant(grant, entry, until, until, on_end=on_end)
             try:
                 for waiting, answer in self._add(given, link):
                     waiting.tell(answer)
@@ -237,8 +230,7 @@ class Grants:
     def renew(self, grant: Grant, ttl: float) -> None:
         until, earliest = time.monotonic() + _check_ttl(ttl), False
         with self._lock:
-            given = self._given.get(grant.token)
-            if given is None:
+            if (given := self._given.get(grant.token)) is None:
                 why = self._ended.get(grant.token, (state_of(grant).end,))[0]
                 raise StateError(f"renew: {grant!r} has ended: {why}")
             given.until = until
@@ -288,7 +280,7 @@ class Grants:
     def on_claim(self, link: Link, message: Claim) -> None:
         token = message.token
         try:
-            self._policy.require_move(link, push=False)
+            self._policy.require(link, "pull")
             with self._lock:
                 if token in self._given or token in self._ended or self._closed:
                     answer = self._claim(link, message)
@@ -308,8 +300,7 @@ class Grants:
     def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: answer a claim of an active or ended grant."""
         number, token = claim.id, claim.token
-        given = self._given.get(token)
-        if given is None:
+        if (given := self._given.get(token)) is None:
             now = time.monotonic()
             why, when = self._ended.get(token, (_FINALIZED, now))
             return ClaimOver(number, why, int(1e3 * (now - when)))
@@ -404,8 +395,7 @@ class Grants:
 
     def _remove(self, token: bytes, why: str) -> _ActiveGrant | None:
         """Under the lock; :meth:`_advance` must follow."""
-        given = self._given.pop(token, None)
-        if given is None:
+        if (given := self._given.pop(token, None)) is None:
             return None
         for link in list(given.claims):
             self._forget_claim(link, given)
@@ -482,7 +472,7 @@ def claim_grant(
     grant, peer = _claimed(answer, f"{what}: {link.peer}"), link.peer
     if (grant.token, grant.cluster_id, grant.incarnation) != (token, peer.cluster_id, peer.incarnation):
         raise ProtocolError(f"{what}: {peer} answered with {grant!r}")
-    state_of(grant).reader = _Reader(link)
+    state_of(grant).end_claim = partial(_end_claim, [link], token)
     return grant
 
 
@@ -495,16 +485,14 @@ def _claimed(answer: Claimed, what: str) -> Grant:
 
 def release_grant(links: LinkManager, cluster_id: int, token: bytes) -> None:
     """Tell the owner that this reader has finished; without a link the grant has ended."""
-    link, ended = links.peek(cluster_id), ClaimEnded(token, released=True)
-    if link is not None and not put_off(link.tell, ended):
-        link.tell(ended)
+    if (link := links.peek(cluster_id)) is not None:
+        _end_claim([link], token, released=True)
 
 
 def give_back(grant: Grant) -> None:
     """Undo a claim: another reader may have the grant."""
-    reader = state_of(grant).reader
-    if isinstance(reader, _Reader) and reader.link is not None:
-        reader.link.tell(ClaimEnded(grant.token, released=False))
+    if (end_claim := state_of(grant).end_claim) is not None:
+        end_claim(released=False)
 
 
 def on_late_claim(link: Link, message: Claimed) -> None:
@@ -539,14 +527,9 @@ def _over(link: Link, what: str, told: ClaimOver | None = None) -> GrantEnded:
     return GrantEnded(f"{what} has ended{why}", peer=link.peer.cluster_id, phase="claim")
 
 
-class _Reader(msgspec.Struct, eq=False):
-    """Claim of a grant at its reader."""
-
-    link: Link | None  # None after the release
-
-    def release(self, grant: Grant) -> None:
-        if (link := self.link) is None:
-            return
-        self.link = None  # not repeated after an interrupt, because the owner may have been told
-        if not put_off(link.tell, ended := ClaimEnded(grant.token, released=True)):
+def _end_claim(claimed: list[Link], token: bytes, *, released: bool) -> None:
+    """Tell the owner, once: not again after an interrupt, because it may have been told."""
+    links, claimed[:] = claimed[:], []
+    for link in links:
+        if not put_off(link.tell, ended := ClaimEnded(token, released=released)):
             link.tell(ended)

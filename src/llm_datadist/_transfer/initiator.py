@@ -142,8 +142,7 @@ class Initiator:
             remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
-                plan = self._attempt(link, op, remote)
-                if plan is not None:
+                if (plan := self._attempt(link, op, remote)) is not None:
                     return plan.nbytes
             except ParamError:
                 # The plan may not fit an outdated resolution. Guards that the owner compares do not show that here.

@@ -122,8 +122,7 @@ class TransferJob:
 
     def _synchronized(self, layer: int, selected: list[int]) -> bool:
         """Wait until a layer is ready; return False if the job is over."""
-        synchronizer = self._synchronizer
-        if synchronizer is None:
+        if (synchronizer := self._synchronizer) is None:
             return False  # the job has ended
         try:
             ready = synchronizer.synchronize_layer(layer, None)

@@ -128,8 +128,7 @@ def _link_all_or_none(
     has any, no peer is asked. Otherwise, with ``LLM_LINK_FAILED``, the statuses name the failed clusters and their
     failures; the other clusters, which have ``LLM_LINK_FAILED`` too, are not linked.
     """
-    refused = _refusals(role, clusters)
-    if refused:
+    if refused := _refusals(role, clusters):
         for status in refused.values():
             logger.warning("link_clusters: %s: %s", status, status.error)
         untried = LLMStatusCode.LLM_LINK_FAILED

@@ -31,8 +31,7 @@ class Meters:
 
         ``detail`` is a ``%``-format of ``args`` and, if given, ``blocks``, used only for the log.
         """
-        meter = self._meters.get(name)
-        if meter is None:
+        if (meter := self._meters.get(name)) is None:
             meter = self._meters.setdefault(name, OperationMeter())
         timer = Timer(meter)
         if not logger.isEnabledFor(logging.INFO):

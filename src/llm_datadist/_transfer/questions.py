@@ -93,7 +93,7 @@ class Questions:
         none, busy = LLMStatusCode.LLM_FEATURE_NOT_ENABLED, LLMStatusCode.LLM_LINK_BUSY
         if QUESTIONS not in link.spoken.features:
             raise LLMException("this link was made without questions", status_code=none)
-        self._access.require_ask(link)  # before the handler: nobody else learns which questions are answered
+        self._access.require(link, "ask")  # before the handler: nobody else learns which questions are answered
         size = _size(message)
         with self._lock:
             if (handler := self._handlers.get(message.name)) is None:

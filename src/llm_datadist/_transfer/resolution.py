@@ -76,8 +76,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
             steps.watch("resolved", link)
         if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
-        guard_set = _guard_set(tensors, answer.guards)
-        if guard_set is None:
+        if (guard_set := _guard_set(tensors, answer.guards)) is None:
             tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
         return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
     except BaseException as error:

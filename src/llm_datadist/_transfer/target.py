@@ -134,7 +134,7 @@ class Target:
         # With remote cache access pushes consume the key of a row, without it pulls do.
         consumes = message.consumes and store.remote_accessible if message.push else not store.remote_accessible
         if not message.push:
-            self._policy.require_move(link, push=False)
+            self._policy.require(link, "pull")
         else:
             self._policy.require_push(link, message.cache_id if key is None else None)
             if key is None and message.cache_id <= 0:
@@ -179,7 +179,7 @@ class Target:
         write = request.write
         handle, plan = decode_handle(request.handle), request.plan
         if not write:
-            self._policy.require_move(link, push=False)
+            self._policy.require(link, "pull")
         if isinstance(handle, KeyHandle):
             if write:
                 raise ParamError("by its key a cache is read, not written")

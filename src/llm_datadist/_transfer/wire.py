@@ -29,8 +29,7 @@ def tell(link: Link, data: bytes) -> None:
 
 def on_ask(link: Link, message: TransportAsk) -> None:
     """Hand a peer's request to the connection's server. Threads: control."""
-    server = link.connection.server
-    if server is None:
+    if (server := link.connection.server) is None:
         raise ProtocolError("the peer asks for a transfer on a link whose transports serve no requests")
     server.on_request(message.data, lambda answer: link.tell(TransportSaid(message.id, answer)))
 

@@ -39,8 +39,7 @@ class CmaTransport(Transport):
             return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
         if not memory.cookie_address:
             return Verdict(False, "the peer lets this side into none of its memory", final=True)
-        reason = probe(memory)
-        if reason is None and memory.shut_out:
+        if (reason := probe(memory)) is None and memory.shut_out:
             reason = self.peer_cannot
         return Verdict(reason is None, reason or "the kernel lets us into the peer's memory")
 
@@ -73,8 +72,7 @@ class CmaConnection(SameHostConnection):
         try:
             done = move(plan, local, remote, transfer.pool, deadline.expires_ns, deadline.cancelled, transfer.guards)
         except OSError as error:
-            reason = probe(self._peer)
-            if reason is None and error.errno != errno.ESRCH:
+            if (reason := probe(self._peer)) is None and error.errno != errno.ESRCH:
                 text = f"{transfer.what}: {error.strerror}; the bytes addressed are undefined"
                 raise TransferFailed(text, phase="copy") from error
             lost = LinkRefused if error.errno == errno.EPERM else PeerLost

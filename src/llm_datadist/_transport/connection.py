@@ -412,8 +412,7 @@ def _checked_range(connection: Connection, region: int, writable: bool) -> Addre
     capabilities = connection.capabilities
     if region == NON_POOL and not capabilities.non_pool_memory:
         raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's non-pool memory")
-    found = connection._range(region)
-    if found is None:
+    if (found := connection._range(region)) is None:
         raise ProtocolError(f"map: the peer exports no region {region}")
     if writable and not found.writable:
         raise LinkError(f"map: the peer exports region {region} read-only: it has no remote cache access (RCA)")

@@ -71,8 +71,7 @@ class InprocConnection(Connection):
 
     def _guards(self) -> AddressRange:
         self._check_peer()
-        found = self._guard_range
-        if found is None:
+        if (found := self._guard_range) is None:
             raise LinkError("inproc: the connection is closed; link again", phase="copy")
         return found
 

@@ -433,8 +433,7 @@ class Lanes:
 
     def find(self, token: bytes) -> LaneGroup:
         """Return the group for a new lane of a peer. Raises LinkRefused if there is none, or it is full."""
-        group = self._by_token.get(token)
-        if group is None:
+        if (group := self._by_token.get(token)) is None:
             raise LinkRefused("a lane with an unknown token")
         if len(group) >= MAX_LANES:
             raise LinkRefused(f"a link has at most {MAX_LANES} lanes")

@@ -807,8 +807,7 @@ class NixlWorker:
         served.reply(_encode(Ready(ask.move, *where)))
 
     def _finish(self, done: Done, reply: Callable[[bytes], None]) -> None:
-        served = self._held.pop(done.move, None)
-        if served is None:
+        if (served := self._held.pop(done.move, None)) is None:
             late = done.move in self._overdue
             code, text = (_OVERDUE, "its time was over") if late else (TORN, "the memory was taken back")
             reply(_encode(NixlRefused(code, text, touched=True)))

@@ -130,8 +130,7 @@ def ucx_transports(fabric: str) -> str:
 
     No shared memory: an agent's end does not stop a writer that has mapped it.
     """
-    chosen = os.environ.get("UCX_TLS")
-    if chosen is None:
+    if (chosen := os.environ.get("UCX_TLS")) is None:
         return _TLS[fabric]
     names = [name for name in chosen.split(",") if not _GPU.fullmatch(name)]
     if not all(map(_BETWEEN_HOSTS.fullmatch, names)):

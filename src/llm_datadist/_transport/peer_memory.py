@@ -271,8 +271,7 @@ class SameHostConnection(Connection):
         return None
 
     def _guards(self) -> AddressRange:
-        found = self._guard_range
-        if found is None:
+        if (found := self._guard_range) is None:
             raise LinkError("the connection is closed; link again", phase="copy")
         return found
 

@@ -67,8 +67,7 @@ class _Check:
     def _without_unable(self, case: Case, why_not: Callable[[str, BenchWorkload], str | None]) -> Case | None:
         """Return the case without contenders that have a reason; None without this library's."""
         for contender in case.contenders:
-            reason = why_not(contender, case.workload)
-            if reason is not None:
+            if (reason := why_not(contender, case.workload)) is not None:
                 self._say(f"{contender}: {reason}")
                 if contender == case.contender:
                     self._say(f"left out: {case.title}")
@@ -165,8 +164,7 @@ class _CaseRun:
             self.failures.append(f"{self.case.title}: {error}")
             self.tell.say(self.failures[-1])
             self.measured.pop(contender, None)
-            lost = self.running.pop(contender, None)
-            if lost is not None:
+            if (lost := self.running.pop(contender, None)) is not None:
                 lost.kill()
 
     def _start(self, contender: str) -> None:

@@ -109,8 +109,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     with BenchReporter(sys.stderr) as reporter:
-        cases = prepare(wanted, reporter, timeout)
-        if not cases:
+        if not (cases := prepare(wanted, reporter, timeout)):
             reporter.say("nothing is left to run")
             return USAGE_ERROR
         reporter.take(cases)

@@ -75,7 +75,6 @@ def store(
 
 
 def _bytes(text: str) -> int:
-    found = _SIZE.fullmatch(text)
-    if found is None:
+    if (found := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"--memory {text!r} is not a number of bytes, or of KiB, MiB, GiB or TiB as in 16GiB")
     return int(found[1]) * _UNITS[found[2]]

@@ -70,8 +70,7 @@ def _show(read: Read, once: bool, as_json: bool, hide_idle: bool) -> None:
 
 
 def _awaited(read: Read) -> list[Instance]:
-    found = read(_WAIT_SECONDS)
-    if found is None:
+    if (found := read(_WAIT_SECONDS)) is None:
         raise SourceError(f"the other host has said nothing for {_WAIT_SECONDS:.0f} s")
     return found
 

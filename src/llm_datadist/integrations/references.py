@@ -93,8 +93,7 @@ def secret_file(own: str | None, options: Mapping[str, str]) -> tuple[Path, str]
     ParamError, and the engine does not start: both files are given; or none, but certificates or ``llm.Insecure``.
     """
     parsed = Options.parse({DEVICE_ID: "0", CACHE_MANAGER: "1", **options}, LLMRole.DECODER)
-    credentials = parsed.credentials
-    if credentials is not None and credentials.secrets is not None:
+    if (credentials := parsed.credentials) is not None and credentials.secrets is not None:
         if own is not None:
             raise ParamError(f"{SECRET_FILE}={own}: {AUTH_SECRET} signs references already; give one of them")
         return credentials.secrets, AUTH_SECRET

@@ -82,8 +82,7 @@ def trap_denied() -> str | None:
 
 def _open() -> tuple[int, bool]:
     """Return a userfaultfd descriptor, and True if it stops system calls, too."""
-    number = _SYSCALL.get(platform.machine())
-    if number is None:
+    if (number := _SYSCALL.get(platform.machine())) is None:
         raise OSError(0, f"no number of the system call is known for {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
     for kernel_too in (True, False):

@@ -55,8 +55,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     blocks: Annotated[list[Block], msgspec.Meta(min_length=1, max_length=_MAX_BLOCKS)]
 
 
-#: Called with a grant that has ended.
-OnEnd = Callable[["Grant"], None]
+#: Called with a grant that has ended, if at all.
+OnEnd = Callable[["Grant"], None] | None
 
 _decode: Final = msgspec.msgpack.Decoder(_Wire).decode
 
@@ -65,13 +65,7 @@ class Granter(Protocol):
     """Owner of grants, which gives and ends them."""
 
     def grant(
-        self,
-        cache_id: int,
-        blocks: object,
-        ttl: float | None,
-        token: bytes | None,
-        peer: int | None = None,
-        on_end: OnEnd | None = None,
+        self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None, on_end: OnEnd
     ) -> Grant:
         """Give a grant."""
 
@@ -85,18 +79,11 @@ class Granter(Protocol):
         """End the grant."""
 
 
-class Reader(Protocol):
-    """A reader's side of a claim."""
-
-    def release(self, grant: Grant) -> None:
-        """Tell the owner that this reader has finished."""
-
-
 class GrantState(msgspec.Struct):
     """State of a grant in this process; ``_transfer/grants.py`` writes it."""
 
     end: str = ""  # reason of the end, at the owner
-    reader: Reader | None = None  # if claimed in this process
+    end_claim: Callable[..., None] | None = None  # with ``released``; if claimed in this process
 
 
 @public_calls_hold_signals(plain=("blocks", "to_bytes"))
@@ -201,9 +188,9 @@ class Grant(OfProcess):
         Raises:
             StateError: This grant was not claimed here, or a forked child calls.
         """
-        if self._state.reader is None:
+        if self._state.end_claim is None:
             raise StateError(f"release: {self!r} was not claimed here (CacheManager.claim_grant)")
-        self._state.reader.release(self)
+        self._state.end_claim(released=True)
 
     def to_bytes(self) -> bytes:
         """Return the grant as bytes, several per block; the first is the version of the format."""

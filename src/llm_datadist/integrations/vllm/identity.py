@@ -163,8 +163,7 @@ class Adapters:
             return None
         key = lora.lora_int_id, lora.lora_path
         if key not in self._known or lora.load_inplace:
-            folder = _folder(lora.lora_path)
-            if folder is None:
+            if (folder := _folder(lora.lora_path)) is None:
                 raise ValueError(f"{lora.lora_path} is not on this host")
             given = json.loads((folder / "adapter_config.json").read_bytes())
             said = _brief({name: value for name, value in dict(given).items() if name not in _OF_TRAINING})

@@ -46,8 +46,7 @@ class Stats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers for the log."""
         found = {name: number for name, number in self.data.items() if number}
-        seconds = self.data["fetch_seconds"]
-        if seconds:
+        if seconds := self.data["fetch_seconds"]:
             found["fetch_gb_per_s"] = round(self.data["fetched_bytes"] / seconds / 1e9, 2)
         return found
 

@@ -215,8 +215,7 @@ class StoreScheduler:
         room = self._most - sum(len(each.blocks) for each in self._saves.values())
         state = step.kv_connector_block_state
         for request_id, tokens in step.num_scheduled_tokens.items() if self.clients and state else ():
-            asked = self._requests.get(request_id)
-            if asked is None:
+            if (asked := self._requests.get(request_id)) is None:
                 continue
             # Tokens that a step guesses have no hash yet.
             request, first = asked.request, asked.saved
