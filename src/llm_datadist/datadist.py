@@ -455,9 +455,9 @@ class LLMDataDist:
     def on_peer_lost(self, callback: Callable[[int, str], None]) -> None:
         """Call ``callback(cluster_id, incarnation)`` when a link has ended, for any reason. An extension.
 
-        Its grants have ended by then, or end soon if they are many. The callback runs in any thread of this library, and
-        must not wait. It may come twice for one link, and after the peer has a new one. It lasts until ``finalize``.
-        TypeError: it cannot be called.
+        Its grants have ended by then, or end soon if they are many. The callback runs in any thread of this library,
+        and must not wait. It may come twice for one link, and after the peer has a new one. It lasts until
+        ``finalize``. TypeError: it cannot be called.
         """
         engine = self._life.require_engine("on_peer_lost")
         check_callable("callback", callback)

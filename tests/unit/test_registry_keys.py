@@ -94,7 +94,7 @@ def test_a_cache_that_is_being_unregistered_is_not_found_until_it_is_opened_agai
     assert (entry.guard, registry.find(cache_id=entry.cache_id)[:2]) == ("newer", (entry, 0))
     assert registry.begin_use(entry.cache_id) is entry
     registry.check_integrity()
-    assert registry.unregister(entry.cache_id).free == []
+    assert registry.withdraw(entry.cache_id, owned=False).free == []
     assert not registry.begin_closing(entry)
     registry.reopen(entry, "late")  # finalize has dropped it meanwhile
     registry.check_integrity()

@@ -133,7 +133,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def unregister(self, a: Args) -> None:
         cache_id = self.some_id(a.pick, self.owned(False))
-        self.ledger.apply(self.registry.unregister(cache_id))
+        self.ledger.apply(self.registry.withdraw(cache_id, owned=False))
         cache = self.model.at(cache_id)
         if cache is not None and not cache.owned:
             self.model.withdraw(cache)

@@ -292,11 +292,11 @@ class Registry:
                 self._unbind(binding, effects, invalidate=True)
         return effects
 
-    def withdraw(self, cache_id: int) -> Effects:
-        """Drop an allocated cache and its keys; ignore any other id."""
+    def withdraw(self, cache_id: int, *, owned: bool) -> Effects:
+        """Drop an allocated (``owned``) or a registered cache and its keys; ignore any other id."""
         effects = Effects()
         with self._lock:
-            if (entry := self._entries.get(cache_id)) is not None and entry.owned and entry.owner:
+            if (entry := self._entries.get(cache_id)) is not None and entry.owned is owned and entry.owner:
                 self._withdraw(entry, effects)
         return effects
 
@@ -321,14 +321,6 @@ class Registry:
             entry.closing = False
             if entry.reachable:  # else finalize has dropped it
                 entry.uses.open()
-
-    def unregister(self, cache_id: int) -> Effects:
-        """Drop a registered cache and its keys; ignore any other id."""
-        effects = Effects()
-        with self._lock:
-            if (entry := self._entries.get(cache_id)) is not None and not entry.owned:
-                self._withdraw(entry, effects)
-        return effects
 
     def clear(self) -> Effects:
         """Drop every owner, key and pin, for finalize."""

@@ -220,7 +220,7 @@ class CacheStore:
     def discard(self, cache_id: int) -> None:
         """Free an allocated cache, unknown to the caller, and its keys."""
         if not put_off(self.discard, cache_id):
-            self.apply(self.registry.withdraw(cache_id))
+            self.apply(self.registry.withdraw(cache_id, owned=True))
 
     def remove_key(self, key: CacheKey) -> None:
         """Unbind a key; ignore a placeholder or an unknown key (interface R25)."""
@@ -253,7 +253,7 @@ class CacheStore:
         except BaseException:
             registry.reopen(entry, guard)
             raise
-        self.apply(registry.unregister(cache_id))
+        self.apply(registry.withdraw(cache_id, owned=False))
 
     def apply(self, effects: Effects) -> None:
         """Apply effects: stop peers by the guards, then free the memory."""

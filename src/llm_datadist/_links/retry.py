@@ -179,7 +179,6 @@ class RetryQueue(Generic[A]):
             attempt.abandon()
 
     def _run(self) -> None:
-        """Make attempts while any waits."""
         while self._make_next():
             pass
 

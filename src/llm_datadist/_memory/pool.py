@@ -219,7 +219,6 @@ class DirectMemory:
         allocation.segment.close()
 
     def detain(self, allocation: Allocation) -> None:
-        """Count the allocation as quarantined until it is freed."""
         with self._lock:
             if allocation in self._live:
                 allocation.detained = allocation.segment.nbytes

@@ -331,7 +331,6 @@ class AgentSlot:
         return agent is not None and agent.name == name
 
     def end(self) -> None:
-        """End the agent; then no byte passes through it."""
         with self._lock:
             agent, self.agent, self._retired = self.agent, None, False
             if agent is not None:

@@ -45,8 +45,7 @@ def prepare(cases: Iterable[Case], tell: BenchReporter, timeout_s: float) -> lis
     A contender may decline the workload, or fail to connect; a case may exceed the memory.
     """
     check = _Check(tell, timeout_s)
-    checked = [check.case(each) for each in cases]
-    return [each for each in checked if each is not None]
+    return [possible for each in cases if (possible := check.case(each)) is not None]
 
 
 class _Check:

@@ -58,11 +58,8 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     for row in moves:
         memory.setdefault((row.call, row.transport), row.memory)
     for (call, transport), kind in memory.items():
-        yield (
-            call,
-            transport,
-            [row for row in moves if (row.call, row.transport, row.memory) == (call, transport, kind)],
-        )
+        wanted = call, transport, kind
+        yield call, transport, [row for row in moves if (row.call, row.transport, row.memory) == wanted]
 
 
 def _rates(rows: Sequence[Row]) -> Iterator[dict[str, str]]:

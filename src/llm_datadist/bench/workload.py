@@ -33,28 +33,15 @@ _WORD: Final = np.dtype(np.uint64)
 _CHUNK_BYTES: Final = 1 << 19
 
 
-class Op(StrEnum):
-    """Operations that ``llm-datadist bench`` measures."""
-
-    PULL = "pull"
-    PUSH = "push"
-    COPY = "copy"
-    SWAP = "swap"
-    LATENCY = "latency"
-    PLAN = "plan"
-    ALLOC = "alloc"
-    LINK = "link"
-
+Op = StrEnum("Op", "PULL PUSH COPY SWAP LATENCY PLAN ALLOC LINK")
+"""Operations that ``llm-datadist bench`` measures."""
 
 MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
 """Ops that move many blocks in one call: their results are rates, others times."""
 
 
-class BenchMemory(StrEnum):
-    """Memory of this library's caches."""
-
-    POOL = "pool"
-    REGISTERED = "registered"
+BenchMemory = StrEnum("BenchMemory", "POOL REGISTERED")
+"""Memory of this library's caches."""
 
 
 class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,7 +87,8 @@ def bench(
     """
     work = {"block_bytes": block_bytes, "blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
     for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
-        _check_range(name, value)
+        if value is not None and not 1 <= value <= _HIGHEST[name]:
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
     _check_file("--json", json_file)
     if plot_folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'open-datadist[plot]'")
@@ -126,11 +127,6 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return FAILED if results.failures else 0
-
-
-def _check_range(name: str, value: int | None) -> None:
-    if value is not None and not 1 <= value <= _HIGHEST[name]:
-        raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
 
 
 def _check_file(option: str, path: Path | None) -> None:

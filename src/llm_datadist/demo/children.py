@@ -54,15 +54,11 @@ class DemoChild:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.pid: Final = self._process.pid
         self._stdin: IO[bytes] = self._process.stdin
         self._stdout: IO[bytes] = self._process.stdout
         self._events = threading.Thread(target=self._read, name=f"demo-{role}")
         self._events.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def send(self, order: DemoOffer) -> None:
         """Give the order. If the process has ended, the inbox has its status."""

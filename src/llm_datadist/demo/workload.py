@@ -16,22 +16,11 @@ if TYPE_CHECKING:
 _FLOAT_BYTES: Final = 4
 
 
-class DemoTransport(StrEnum):
-    """Values of ``--transport``; the last runs both roles as two ``LLMDataDist`` in one process."""
+DemoTransport = StrEnum("DemoTransport", "AUTO SHM CMA TCP NIXL INPROC")
+"""Values of ``--transport``; the last runs both roles as two ``LLMDataDist`` in one process."""
 
-    AUTO = "auto"
-    SHM = "shm"
-    CMA = "cma"
-    TCP = "tcp"
-    NIXL = "nixl"
-    INPROC = "inproc"
-
-
-class DemoMemory(StrEnum):
-    """Values of ``--memory``: the library's pools, or the roles' own arrays, registered with the library."""
-
-    POOL = "pool"
-    REGISTERED = "registered"
+DemoMemory = StrEnum("DemoMemory", "POOL REGISTERED")
+"""Values of ``--memory``: the library's pools, or the roles' own arrays, registered with the library."""
 
 
 @dataclass(frozen=True, slots=True)

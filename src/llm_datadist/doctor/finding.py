@@ -11,13 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-class Severity(StrEnum):
-    """Severity of a finding; ``unknown``: the check could not be made."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-    UNKNOWN = "unknown"
+Severity = StrEnum("Severity", "OK WARNING PROBLEM UNKNOWN")
+"""Severity of a finding; ``unknown``: the check could not be made."""
 
 
 class Finding(msgspec.Struct, frozen=True):

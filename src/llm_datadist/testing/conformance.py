@@ -452,16 +452,13 @@ class ProcessConformance(TransportConformance):
 
     @classmethod
     def setup_class(cls) -> None:
-        """Start the process that all tests share."""
         cls.process = cls.start()
 
     @classmethod
     def teardown_class(cls) -> None:
-        """End the process."""
         cls.process.close()
 
     def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
-        """Serve new memory."""
         return self.process.serving(writable=writable)
 
     def test_a_killed_peer_is_lost(self) -> None:

@@ -125,11 +125,9 @@ class LocalPeer(Peer):
         return self.exports.guards.advance(slot)
 
     def cookie_address(self) -> int:
-        """Return the address of the guard table's cookie."""
         return self.exports.guards.segment.address
 
     def close(self) -> None:
-        """Unregister the peer and free its memory. Idempotent."""
         instances.unregister(self.exports.incarnation)
         close_exports(self.exports)
 
@@ -160,7 +158,6 @@ class PeerProcess(Peer):
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._child.pid
 
     @contextmanager
@@ -203,7 +200,6 @@ class PeerProcess(Peer):
         self._child.wait()
 
     def close(self) -> None:
-        """End the child and free this side. Idempotent."""
         self._pipe.close()
         self._child.wait()
         close_exports(self._exports)

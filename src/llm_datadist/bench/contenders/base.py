@@ -26,12 +26,8 @@ Facts = dict[str, Any]
 """Facts for the other process and the driver: JSON values."""
 
 
-class Role(StrEnum):
-    """A contender's processes: the owner of what a pull reads and a push writes, the one that transfers, or both."""
-
-    SOURCE = "source"
-    DESTINATION = "destination"
-    ALONE = "alone"
+Role = StrEnum("Role", "SOURCE DESTINATION ALONE")
+"""A contender's processes: the owner of what a pull reads and a push writes, the one that transfers, or both."""
 
 
 class Contender(ABC):
