@@ -2,7 +2,7 @@
 
 :func:`stop_inside_copy` watches the destination until the first byte has changed, then sends SIGSTOP, and says whether
 it was in time. Callers that need a number of trials repeat those that it missed. It needs no right, while
-:class:`~llm_datadist.testing.PageTrap` is exact, but the kernel may deny it.
+:class:`~faults.page_trap.PageTrap` is exact, but the kernel may deny it.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llm_datadist.testing import PageTrap
+from faults.page_trap import PageTrap
 from tests.support.world import World
 
 

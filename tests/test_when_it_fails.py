@@ -24,11 +24,11 @@ from msgspec.structs import replace as replace_fields
 
 from faults.gated import stopped
 from faults.midcopy import release, set_trap, trapped
+from faults.page_trap import trap_denied
 from faults.relay import Relay, Rewriter
 from faults.strangers import listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
 from llm_datadist.config import INSECURE_VARIABLE
-from llm_datadist.testing.page_trap import trap_denied
 from llm_datadist.types.grant import Grant
 from tests.support.authority import secret_file
 from tests.support.ends import Call, ChildEnd, Family, LocalEnd, freeze, frozen, one_family

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from faults.midcopy import frozen, peek, release, set_trap, stop_inside_copy, trapped
+from faults.page_trap import PageTrap, trap_denied
 from llm_datadist import CacheKey
-from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.views import tensor_views
 from tests.support.linking import begin_there, bytes_move_both_ways, result_there
 from tests.support.moves import Spec, Use, call, make, moved, picture, same_bytes, show, wait_until

@@ -17,6 +17,7 @@ import pytest
 from faults.gated import count_messages, resolves, stopped
 from faults.gates import watched
 from faults.midcopy import release, set_trap, trapped
+from faults.page_trap import trap_denied
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
 from llm_datadist.errors import (
     CacheMismatch,
@@ -27,7 +28,6 @@ from llm_datadist.errors import (
     PeerLost,
     TransferFailed,
 )
-from llm_datadist.testing.page_trap import trap_denied
 from llm_datadist.types.grant import Grant
 from tests.support import moves
 from tests.support.ends import ChildEnd, LocalEnd, begin_there, ended, freeze, in_background, result_there

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from faults.page_trap import PageTrap, trap_denied
 from llm_datadist import _native as native
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import (
@@ -38,7 +39,6 @@ from llm_datadist._native import (
     plan_row,
 )
 from llm_datadist.errors import ParamError
-from llm_datadist.testing.page_trap import PageTrap, trap_denied
 from llm_datadist.testing.scene import tensors_over
 from tests.support import twin
 from tests.support.moves import same_bytes

@@ -4,7 +4,6 @@
   :class:`PeerProcess` are its peers.
 - :class:`StagedDevice`: host memory that declares staging.
 - :func:`loopback_links` lets a client's unit test link to itself.
-- :class:`PageTrap` stops a thread inside a copy.
 
 The suite and its peers load on first use: ``import llm_datadist.testing`` does not need pytest.
 """
@@ -15,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.testing.loopback import Loopback, loopback_links
-from llm_datadist.testing.page_trap import PageTrap
 from llm_datadist.testing.staged_device import StagedDevice
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LocalPeer",
     "Loopback",
-    "PageTrap",
     "Peer",
     "PeerProcess",
     "StagedDevice",
