@@ -59,7 +59,7 @@ PLAIN: Final = {
     "TransferWithCacheKeyConfig": "a destination",
     "Status": "a status",
 }
-_WITH: Final = ("__enter__", "__exit__")
+_WITH: Final = ("__exit__",)
 #: Members of other classes that read values, and why the last does not need a check.
 VALUES: Final = {
     *(f"Grant.{name}" for name in ("blocks", "to_bytes")),

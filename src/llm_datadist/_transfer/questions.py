@@ -94,7 +94,7 @@ class Questions:
         if QUESTIONS not in link.spoken.features:
             raise LLMException("this link was made without questions", status_code=none)
         self._access.require(link, "ask")  # before the handler: nobody else learns which questions are answered
-        size = _size(message)
+        size = len(message.body) + _BYTES_EACH
         with self._lock:
             if (handler := self._handlers.get(message.name)) is None:
                 raise LLMException("no handler answers questions of this name", status_code=none)
@@ -102,11 +102,12 @@ class Questions:
                 raise LinkError(f"{_MAX_UNANSWERED} questions of this peer wait already", status_code=busy)
             if self._bytes[link] + size > _MAX_BYTES - self._held - size:  # so each peer leaves half to the others
                 raise LinkError("too many bytes of questions, of this peer or of all, wait already", status_code=busy)
-            self._count(link, 1, size)
+            self._count(link, 1, message)
         return handler
 
-    def _count(self, link: Link, number: int, size: int) -> None:
+    def _count(self, link: Link, number: int, question: Question) -> None:
         """Under the lock."""
+        size = number * (len(question.body) + _BYTES_EACH)
         self._unanswered[link] += number
         self._bytes[link] += size
         self._held += size
@@ -127,7 +128,7 @@ class Questions:
                 return
             first.clear()
             if link in self._unanswered:  # else it has ended
-                self._count(link, -1, -_size(question))
+                self._count(link, -1, question)
         link.tell(message)
 
     def drop_peer(self, link: Link) -> None:
@@ -140,10 +141,6 @@ class Questions:
                 callback(link.peer.cluster_id, link.peer.incarnation.hex())
             except BaseException as error:  # noqa: BLE001 (of the user; the link's end must go on)
                 self._log.log(logging.ERROR, _LOST, f"unexpected error of a {_LOST}", error)
-
-
-def _size(question: Question) -> int:
-    return len(question.body) + _BYTES_EACH
 
 
 def ask(links: LinkManager, cluster_id: int, name: str, body: bytes, deadline: Deadline) -> bytes:

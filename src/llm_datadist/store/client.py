@@ -6,9 +6,9 @@ import secrets
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class StoreOptions:
 
 
 @public_calls_hold_signals(__init__="_end", lookup="release")
-class StoreClient(OfProcess):
+class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     """Lookups, loads and saves of one namespace of a store.
 
     A background thread links to the store, also when the link is lost. Until then lookups are misses, and saves store
@@ -249,7 +249,9 @@ class StoreClient(OfProcess):
         found = self._manager.digest_blocks(cache, indices, hit.nonce)
         wrong = np.flatnonzero((found != hit.digests[:count]).any(axis=1))
         if wrong.size:
-            self._suspect(hit.slots[wrong[: messages.MAX_LOOKUP_KEYS]])
+            suspects = hit.slots[wrong[: messages.MAX_LOOKUP_KEYS]].tolist()
+            with suppress(LLMException):
+                self._ask(messages.SUSPECT, messages.Suspect(self._namespace, suspects).encode(), _SUSPECT_MS)
             raise ChecksumMismatch(
                 f"load: {wrong.size} of {count} blocks are not what the {self._what} published, the first is block "
                 f"{indices[wrong[0]]}; the blocks are undefined",
@@ -341,9 +343,6 @@ class StoreClient(OfProcess):
         if not put_off(self._end):
             self._end()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -365,10 +364,9 @@ class StoreClient(OfProcess):
             raise StateError(f"{call}: this StoreClient is closed")
         if not self._linked.is_set() or time.monotonic() < self._resume_at:
             return False
-        if self._is_own():
-            return True
-        self._dial_again()  # the link has ended, or is of another process now
-        return False
+        if not (own := self._is_own()):
+            self._dial_again()  # the link has ended, or is of another process now
+        return own
 
     def _is_own(self) -> bool:
         """Return True while the link to the store's id is the one that was dialled. A peer may say any incarnation."""
@@ -399,11 +397,6 @@ class StoreClient(OfProcess):
             self._warned = text
             logger.warning("%s: %s", self._what, text)
 
-    def _suspect(self, slots: Indices) -> None:
-        body = messages.Suspect(self._namespace, slots.tolist()).encode()
-        with suppress(LLMException):
-            self._ask(messages.SUSPECT, body, _SUSPECT_MS)
-
     def _dial(self) -> None:
         """Link to the store whenever it is wanted. In a thread of its own."""
         pause: float | None = None  # seconds
@@ -412,12 +405,16 @@ class StoreClient(OfProcess):
             if self._closed:
                 return
             try:
-                linked = self._link()
+                if not self._found():
+                    # Its status does not tell: another process may be linked under this cluster id.
+                    self._datadist.link_clusters([self._cluster], _DIAL_MS)
+                self._store = self._found()
             except StateError:
                 return  # finalized
             except Exception as error:  # noqa: BLE001 (as a lack of memory: it is tried again)
                 self._warn(f"unexpected error while it is linked: {error!r}")
-                linked = False
+                self._store = ""
+            linked = self._store != ""
             if not linked:
                 self._linked.clear()
                 pause = _FIRST_PAUSE if pause is None else min(2 * pause, _LONGEST_PAUSE)
@@ -426,14 +423,6 @@ class StoreClient(OfProcess):
                 self._linked.set()
             # A call may have noticed the end of the link before the link itself has: look once more.
             self._wanted.wait(_LOOK_PAUSE if linked else pause)
-
-    def _link(self) -> bool:
-        """Link to the store unless it is linked; return True if it is."""
-        if not self._found():
-            # Its status does not tell: another process may be linked under this cluster id.
-            self._datadist.link_clusters([self._cluster], _DIAL_MS)
-        self._store = self._found()
-        return self._store != ""
 
     def _found(self) -> str:
         """Return the incarnation of the process that answered at the store's address, while it is linked."""

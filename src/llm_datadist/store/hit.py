@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from llm_datadist._checks import HERE, check_type
-from llm_datadist.errors import ParamError
+from llm_datadist._checks import HERE, check_rule, check_type
 from llm_datadist.store.identity import shown
 from llm_datadist.store.messages import NOTHING, Found, HitCopy, decode
 from llm_datadist.types.grant import Grant
@@ -37,10 +36,13 @@ class Hit:
 
     def __init__(self, namespace: bytes, parts: Sequence[Found] = (), *, held: bool = False) -> None:
         for found in parts:
-            _check(found)
+            keys = len(found.slots) // 8
+            sizes = len(found.slots), len(found.digests), len(found.nonce)
+            whole = keys and sizes == (8 * keys, 16 * keys, 16) and found.grant and found.shape
+            check_rule(whole, f"hit: {sizes[0]} bytes of slots, {sizes[1]} of digests do not fit, or a part is missing")
         first = parts[0] if parts else NOTHING
-        if any((found.nonce, found.shape) != (first.nonce, first.shape) for found in parts):
-            raise ParamError("hit: its parts are not of one namespace of one store")
+        alike = all((found.nonce, found.shape) == (first.nonce, first.shape) for found in parts)
+        check_rule(alike, "hit: its parts are not of one namespace of one store")
         self._parts = list(parts)
         self._held = HERE["pid"] if held else None  # by this process, until released
         self.namespace = namespace
@@ -77,13 +79,3 @@ class Hit:
 
     def __repr__(self) -> str:
         return f"<Hit of {len(self)} keys in {shown(self.namespace)}: {list(self.grants)}>"
-
-
-def _check(found: Found) -> None:
-    """Raise ParamError unless an answer has a slot and a digest for each key, and all the rest."""
-    keys = len(found.slots) // 8
-    whole = len(found.slots) == 8 * keys and len(found.digests) == 16 * keys
-    if not (keys and whole and found.grant and found.shape and len(found.nonce) == 16):
-        raise ParamError(
-            f"hit: {len(found.slots)} bytes of slots, {len(found.digests)} of digests do not fit, or a part is missing"
-        )

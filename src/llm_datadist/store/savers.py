@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     Name = tuple[int, str]
 
 _THREADS: Final = 8
-#: Beginning of the names of a store's threads.
 THREADS: Final = "llm-datadist-store-save"
 _MAX_WAITING: Final = 16  # of one client; beyond, the answer is LLM_LINK_BUSY
 _MAX_PROMPT: Final = 4096  # clients remembered
@@ -84,26 +83,25 @@ class Savers:
             origin, name, (question, job) = taken
             late = _serve(question, job)
             for other, _ in self._give_back(origin, name, late=late):
-                _serve(other, _refused)
+                with suppress(BaseException):
+                    other.refuse(busy("an earlier save of this client met its deadline"))
 
     def _take(self) -> tuple[str, Name, Job] | None:
         """Wait for the next job; None once closed."""
         with self._changed:
-            while not self._closed:
-                if (found := self._next()) is None:
-                    self._changed.wait()
-                    continue
-                origin, name = found
-                clients = self._waiting.pop(origin)
-                jobs = clients.pop(name)
-                job = jobs.popleft()
-                if jobs:
-                    clients[name] = jobs
-                if clients:
-                    self._waiting[origin] = clients
-                self._running[name] = origin
-                return origin, name, job
-        return None
+            found = self._changed.wait_for(lambda: self._closed or self._next())
+            if not isinstance(found, tuple):
+                return None
+            origin, name = found
+            clients = self._waiting.pop(origin)
+            jobs = clients.pop(name)
+            job = jobs.popleft()
+            if jobs:
+                clients[name] = jobs
+            if clients:
+                self._waiting[origin] = clients
+            self._running[name] = origin
+            return origin, name, job
 
     def _next(self) -> tuple[str, Name] | None:
         """Under the lock."""
@@ -153,10 +151,6 @@ def _serve(question: PeerQuestion, job: Callable[[], bytes]) -> bool:
         with suppress(BaseException):  # of a user's handler of logs
             logger.error("unexpected error while a save is answered", exc_info=error)
     return late
-
-
-def _refused() -> bytes:
-    raise busy("an earlier save of this client met its deadline")
 
 
 def busy(text: str) -> LinkError:

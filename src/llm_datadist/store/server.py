@@ -11,10 +11,10 @@ import secrets
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
@@ -108,7 +108,7 @@ class _Space:
 
 
 @public_calls_hold_signals(whole=("__init__", "close"), __init__="_end")
-class StoreServer(OfProcess):
+class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
     Clients are :class:`StoreClient`. The store pulls what they save, digests its copy, and lends slots by grants. It
@@ -189,9 +189,6 @@ class StoreServer(OfProcess):
             raise StateError(f"close: called in {thread}; call it from another thread")
         if not put_off(self._end):
             self._end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
