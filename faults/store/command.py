@@ -36,6 +36,8 @@ POOL_BYTES: Final = sum(each.keys * each.tensors * each.nbytes for each in SPACE
 #: Seconds between two events, and of a stop.
 _PAUSES, _STOPS = (0.02, 0.5), (0.01, 3.0)
 _PATIENCE_SECONDS: Final = 120.0
+#: What clients can make a store keep, and what a process has anyway.
+_MOST_OWN_BYTES: Final = 256 << 20
 #: Pulls of stopped savers end by their deadline, too.
 _PULL_MS: Final = 700
 _TICK: Final = 0.02
@@ -235,6 +237,8 @@ class Epoch:
         store = self._actors["store"].end
         if left := store.do(server.left_over):
             self.faults.append(f"left at the store: {left}")
+        if (kept := store.do(server.own_memory)) > _MOST_OWN_BYTES:
+            self.faults.append(f"the store keeps {kept >> 20} MiB beside its pool")
         events: list[Record] = []
         for life in range(1, self._lives + 1):
             events += records_of(self.folder / f"store {life}.events")

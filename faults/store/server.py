@@ -20,8 +20,6 @@ from tests.support.world import World
 #: nobody can have seen yet, and its event is not told.
 STEPS: Final = ("ask", "answer", "copy", "copied", "handle", "handled", "tell")
 _NOBODY: Final = bytes(32)
-#: What its clients can make a store keep, and what a process has anyway.
-_MOST_OWN_BYTES: Final = 256 << 20
 
 
 class WatchedServer(StoreServer):
@@ -142,8 +140,6 @@ def left_over(world: World, seconds: float = 15.0) -> str:
     server.check_integrity()
     if grants := server.datadist.statistics().grants.active:
         left.append(f"{grants} grants are active")
-    if (kept := own_memory()) > _MOST_OWN_BYTES:
-        left.append(f"{kept >> 20} MiB of memory beside the pool")
     # A flipped bit is an error, too.
     return "; ".join([*left, *(each for each in world.memory["errors"] if "had changed" not in each)])
 
