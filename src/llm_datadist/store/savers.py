@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Name = tuple[int, str]
 
 _THREADS: Final = 8
-THREADS: Final = "llm-datadist-store-save"
+THREAD_NAME: Final = "llm-datadist-store-save"
 _MAX_WAITING: Final = 16  # of one client; beyond, the answer is LLM_LINK_BUSY
 _MAX_PROMPT: Final = 4096  # clients remembered
 
@@ -45,7 +45,7 @@ class Savers:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(_THREADS):
-                thread = threading.Thread(target=self._run, name=f"{THREADS}_{number}", daemon=True)
+                thread = threading.Thread(target=self._run, name=f"{THREAD_NAME}_{number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except BaseException:

@@ -30,7 +30,7 @@ from llm_datadist.store.client import STORE_ID
 from llm_datadist.store.events import KEY_BYTES, EventLog
 from llm_datadist.store.identity import shown
 from llm_datadist.store.messages import NO_EVENTS, B, BlockShape, Events, decode
-from llm_datadist.store.savers import THREADS, Savers, busy
+from llm_datadist.store.savers import THREAD_NAME, Savers, busy
 from llm_datadist.store.slots import SLOT_BYTES, Filling, Readers, Slots
 from llm_datadist.store.statistics import NamespaceStatistics, StoreStatistics
 from llm_datadist.types import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMRole
@@ -89,14 +89,15 @@ class _Space:
         """Return the bytes that are kept for a hit, with the table of a reader that has no other one."""
         return _LOAD_BYTES + 16 * slots.size + (0 if reader in self.lent else 2 * self.slots.count)
 
-    def lend(self, reader: Reader, slots: Numbers) -> Numbers:
-        """Count a hit of published slots; return them once each."""
+    def lend(self, reader: Reader, slots: Numbers) -> tuple[Numbers, int]:
+        """Count a hit of published slots; return them once each, and the cost."""
         read = self.slots.begin_read(slots)
+        cost = self.cost(reader, read)
         if reader not in self.lent:
             self.lent[reader] = Readers(self.slots.count, np.uint16)  # a reader has at most 4,096 hits
         self.lent[reader].begin(read)
         self.loads += 1
-        return read
+        return read, cost
 
     def take_back(self, reader: Reader, read: Numbers) -> None:
         """End a hit whose grant has ended: the guard has advanced."""
@@ -185,7 +186,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             StateError: Called in a control thread or a thread of a store: it cannot wait for its own end.
         """
         thread = threading.current_thread().name
-        if must_not_wait() or thread.startswith(THREADS):
+        if must_not_wait() or thread.startswith(THREAD_NAME):
             raise StateError(f"close: called in {thread}; call it from another thread")
         if not put_off(self._end):
             self._end()
@@ -211,8 +212,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             if not slots.size:
                 return messages.NOTHING.encode()
             slots = self._room_for(space, reader, slots)
-            kept, read = reader in space.lent, space.lend(reader, slots)
-            self._count(reader, space.cost(reader, read) + (0 if kept else 2 * space.slots.count))
+            read, cost = space.lend(reader, slots)
+            self._count(reader, cost)
             digests = space.slots.digests(slots)
         try:
             end = partial(self._end_load, space, reader)
@@ -395,8 +396,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         """Return the next events of a namespace, as :meth:`StoreClient.events`."""
         name = check_type("tenant", tenant, str), check_type("namespace", namespace, bytes)
         with self._lock:
-            space = self._spaces.get(name)
-            if space is not None:
+            if (space := self._spaces.get(name)) is not None:
                 return space.log.after(after.incarnation, after.last)
             return messages.Events(b"", 1, 0, not after.incarnation, [])
 
