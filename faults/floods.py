@@ -120,7 +120,8 @@ def flood(world: World, kind: str, seconds: float) -> int:
     """Say a kind of message over all links as fast as they take it; return how many, and read what comes."""
     numbers, said, until = count(1), 0, time.monotonic() + seconds
     unsent = {each.sock: b"" for each in world.memory["strangers"]}
-    while time.monotonic() < until:
+    silent_until = dict.fromkeys(unsent, 0.0)
+    while (now := time.monotonic()) < until:
         reads, writes, _ = select.select(unsent, unsent, (), 0.1)
         for sock in reads:
             assert sock.recv(1 << 20), "hung up on"
@@ -128,7 +129,11 @@ def flood(world: World, kind: str, seconds: float) -> int:
             if not unsent[sock]:
                 unsent[sock] = b"".join(wire.frame(FLOODS[kind](next(numbers))) for _ in range(_BATCH))
                 said += _BATCH
-            unsent[sock] = b"" if kind == "burn" else unsent[sock][sock.send(unsent[sock]) :]
+            if kind == "burn" and now < silent_until[sock]:
+                unsent[sock] = b""
+                continue
+            silent_until[sock] = now + 1  # or its link is taken for dead
+            unsent[sock] = unsent[sock][sock.send(unsent[sock]) :]
     return said
 
 
