@@ -82,7 +82,7 @@ def test_a_hit_whose_grant_is_of_a_third_cluster_is_refused_and_nothing_is_relea
         before = engine.do(show, "kv")
         fake.do(answer_lookups, foreign)
         assert engine.do(e.look_up, keys_of(1)) == 0
-        with pytest.raises(ParamError, match=r"of cluster 7.*has a grant that is not of the store at"):
+        with pytest.raises(ParamError, match=r"of cluster 7.*has a grant not of the store at"):
             engine.do(load_forged, foreign)
         for was, now in zip(before, engine.do(show, "kv"), strict=True):
             assert (was == now).all()

@@ -228,8 +228,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         if shape != hit.shape:
             raise CacheMismatch(f"load: the store has {hit.shape}, cache has {shape}")
         for grant in hit.grants:
-            foreign = f"load: {hit!r} has a grant that is not of the {self._what}"
-            check_rule(grant.cluster_id == self._options.store_id, foreign)
+            check_rule(grant.cluster_id == self._options.store_id, f"load: {hit!r} has a grant not of the {self._what}")
             if grant.incarnation.hex() != self._store:
                 raise GrantEnded(f"load: {hit!r} is of an earlier process of the {self._what}, or that was lost")
         self._require_own("load")
@@ -245,16 +244,15 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
 
     def _verify(self, hit: Hit, cache: Cache, indices: Indices) -> None:
         """Compare the digests of loaded blocks. Raises ChecksumMismatch, after the store has examined the slots."""
-        count = len(indices)
         found = self._manager.digest_blocks(cache, indices, hit.nonce)
-        wrong = np.flatnonzero((found != hit.digests[:count]).any(axis=1))
+        wrong = np.flatnonzero((found != hit.digests[: len(found)]).any(axis=1))
         if wrong.size:
             suspects = hit.slots[wrong[: messages.MAX_LOOKUP_KEYS]].tolist()
             with suppress(LLMException):
                 self._ask(messages.SUSPECT, messages.Suspect(self._namespace, suspects).encode(), _SUSPECT_MS)
             raise ChecksumMismatch(
-                f"load: {wrong.size} of {count} blocks are not what the {self._what} published, the first is block "
-                f"{indices[wrong[0]]}; the blocks are undefined",
+                f"load: {wrong.size} of {len(found)} blocks are not what the {self._what} published, the first is "
+                f"block {indices[wrong[0]]}; the blocks are undefined",
                 cache_id=hit.grants[0].cache_id,
                 local_block=int(indices[wrong[0]]),
                 remote_block=int(hit.slots[wrong[0]]),

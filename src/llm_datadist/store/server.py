@@ -148,6 +148,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         self._most = most
         self._lock = threading.Lock()  # guards the index; nothing blocks under it
         self._making = threading.Lock()  # held while a namespace gets its memory
+        self._examining = threading.Lock()  # held by a suspicion: more at once keep the control thread waiting
         self._spaces: dict[Name, _Space] = {}
         self._lent: Counter[Reader] = Counter()  # bytes of hits
         self._lent_to_all = 0
@@ -369,20 +370,21 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
 
     def _examine(self, name: Name, asked: messages.Suspect) -> bytes:
         """Digest slots again, and forget those that changed; a client's word is not enough."""
-        with self._lock:
-            if (space := self._spaces.get(name)) is None:
-                return b""
-            slots = space.slots.begin_read(space.slots.published_of(asked.slots))
-            digests = space.slots.digests(slots)
-        wrong: list[int] = []
-        try:
-            differ = self._manager.digest_blocks(space.cache, slots, space.nonce) != digests
-            wrong = slots[differ.any(axis=1)].tolist()
-        finally:
+        with self._examining:
             with self._lock:
-                keys = space.slots.drop(wrong)
-                space.slots.end_read(slots)
-                self._tell("removed", space, keys)
+                if (space := self._spaces.get(name)) is None:
+                    return b""
+                slots = space.slots.begin_read(space.slots.published_of(asked.slots))
+                digests = space.slots.digests(slots)
+            wrong: list[int] = []
+            try:
+                differ = self._manager.digest_blocks(space.cache, slots, space.nonce) != digests
+                wrong = slots[differ.any(axis=1)].tolist()
+            finally:
+                with self._lock:
+                    keys = space.slots.drop(wrong)
+                    space.slots.end_read(slots)
+                    self._tell("removed", space, keys)
         if wrong:
             logger.error("%d slots of namespace %s had changed and were dropped", len(wrong), space)
         return b""
