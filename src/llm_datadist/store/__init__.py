@@ -10,7 +10,7 @@ from llm_datadist.store.hit import Hit
 from llm_datadist.store.identity import namespace
 from llm_datadist.store.messages import NO_EVENTS, BlockShape, Event, Events
 from llm_datadist.store.server import StoreServer
-from llm_datadist.store.statistics import NamespaceStatistics, StoreStatistics
+from llm_datadist.store.statistics import NamespaceStatistics, StoreClientStatistics, StoreStatistics
 
 __all__ = [
     "NO_EVENTS",
@@ -21,6 +21,7 @@ __all__ = [
     "Hit",
     "NamespaceStatistics",
     "StoreClient",
+    "StoreClientStatistics",
     "StoreOptions",
     "StoreServer",
     "StoreStatistics",

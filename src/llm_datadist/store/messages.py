@@ -9,14 +9,17 @@ import msgspec
 from llm_datadist.errors import CacheMismatch, ParamError
 
 #: First byte of each body.
-FORMAT: Final = 2
+FORMAT: Final = 3
 #: Names of the questions.
 LOOKUP: Final = "llm_datadist.store lookup"
 SAVE: Final = "llm_datadist.store save"
 SUSPECT: Final = "llm_datadist.store suspect"
 EVENTS: Final = "llm_datadist.store events"
-#: Keys of one question, and bytes of one key. The store answers within a millisecond of its control thread.
+CLEAR: Final = "llm_datadist.store clear"
+#: Keys of one question, for a lookup in all its namespaces together, and bytes of one key. The store answers within a
+#: millisecond of its control thread.
 MAX_LOOKUP_KEYS: Final = 1024
+MAX_RANKS: Final = 64
 MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
 _MAX_GRANT: Final = 9 * MAX_SAVE_KEYS + 128  # bytes of a grant of so many blocks
@@ -24,6 +27,7 @@ _MAX_TENSORS: Final = 4096
 _MAX_DIMS: Final = 30
 
 Namespace = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Ranks = Annotated[list[Namespace], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -50,18 +54,19 @@ class BlockShape(Body, frozen=True):
 
 
 class Lookup(Body, frozen=True):
-    """Question for the leading run of keys; ``token`` names the grant that the store gives for it."""
+    """Question for the leading run of keys that each of different namespaces has.
 
-    namespace: Namespace
+    ``tokens`` name the grants that the store gives for it, one of each namespace. Without keys it only asks whether the
+    store has room for so many ranks, and for the generations.
+    """
+
+    namespaces: Ranks
     keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_LOOKUP_KEYS)]
-    token: Token
+    tokens: Annotated[list[Token], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class Found(Body, frozen=True):
-    """Answer to :class:`Lookup`: slots (int64) and digests (two uint64 each), little-endian, in the order of the keys.
-
-    Without a found key it is :data:`NOTHING`.
-    """
+    """Run in one namespace: slots (int64) and digests (two uint64 each), little-endian, in the order of the keys."""
 
     grant: bytes
     slots: bytes
@@ -73,6 +78,13 @@ class Found(Body, frozen=True):
 NOTHING: Final = Found(b"", b"", b"", b"", None)
 
 
+class Run(Body, frozen=True):
+    """Answer to :class:`Lookup`: equal runs, one of each namespace, or none; and the namespaces' generations."""
+
+    found: Annotated[list[Found], msgspec.Meta(max_length=MAX_RANKS)]
+    generations: Annotated[list[Token], msgspec.Meta(max_length=MAX_RANKS)]
+
+
 class HitCopy(Body, frozen=True):
     """Answers to the questions of one lookup on their way to another process."""
 
@@ -81,9 +93,15 @@ class HitCopy(Body, frozen=True):
 
 
 class Save(Body, frozen=True):
-    """Question to pull blocks under a grant of the asker, one block a key."""
+    """Question to pull blocks under a grant of the asker, one block a key.
 
-    namespace: Namespace
+    ``ranks`` are the namespaces of its engine, ``rank`` the place of this one. ``generation`` is the one that the asker
+    knew when it began; if the namespace has been emptied since, nothing is stored.
+    """
+
+    ranks: Ranks
+    rank: Number
+    generation: Token
     shape: BlockShape
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
     blocks: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
@@ -91,9 +109,24 @@ class Save(Body, frozen=True):
 
 
 class Saved(Body, frozen=True):
-    """Answer to :class:`Save`: number of keys newly stored."""
+    """Answer to :class:`Save`: keys newly stored, keys without room, and the namespace's generation."""
 
     count: Number
+    left: Number
+    generation: Token
+
+
+class Clear(Body, frozen=True):
+    """Question to empty namespaces of the asker's tenant, named as logs show them; without names, all of them."""
+
+    namespaces: Annotated[list[str], msgspec.Meta(max_length=MAX_RANKS)]
+
+
+class Cleared(Body, frozen=True):
+    """Answer to :class:`Clear`: the number of namespaces emptied, and their generation, also of those not there yet."""
+
+    count: Number
+    generation: Token
 
 
 class Suspect(Body, frozen=True):
@@ -130,7 +163,7 @@ class Events(Body, frozen=True):
 
     Attributes:
         incarnation: Random id in which the numbers count, 16 bytes. The namespace gets another one when the store
-            restarts, or displaces it. Empty: the store does not have the namespace.
+            restarts, displaces or clears it. Empty: the store does not have the namespace.
         oldest: Number of the oldest event that the store still has.
         last: Number of the last of ``events``; without any, the number that was asked for.
         follows: True if nothing is missing between the place that was asked for and ``events``. If False, a reader
@@ -152,7 +185,7 @@ NO_EVENTS: Final = Events(b"", 1, 0, True, [])
 B = TypeVar("B", bound=Body)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_KINDS: Final = (Lookup, Found, HitCopy, Save, Saved, Suspect, EventsAfter, Events)
+_KINDS: Final = (Lookup, Run, HitCopy, Save, Saved, Clear, Cleared, Suspect, EventsAfter, Events)
 _decoders: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS
 }

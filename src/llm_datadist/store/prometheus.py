@@ -22,6 +22,7 @@ _GAUGES: Final = {"slots": "", "published": "_slots", "filling": "_slots", "load
 _COUNTERS: Final = {
     **dict.fromkeys(("asked", "found", "stored", "removed"), "_keys"),
     "lookups": "",
+    "cleared": "",
     "refused": "_lookups",
     "failed": "_pulls",
 }

@@ -10,11 +10,10 @@ import json
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -56,26 +55,51 @@ _PULL_MS: Final = 5000
 
 Name = tuple[str, bytes]  # tenant and namespace
 Reader = tuple[int, str]  # cluster id and incarnation
+Ranks = tuple[str, tuple[bytes, ...]]  # tenant, and the namespaces of an engine
+
+
+class _Emptied(Exception):
+    """A namespace was emptied after a save had begun."""
+
+
+class _Group:
+    """Namespaces of one engine, which count, fit and are displaced as one. Threads: under the lock of the server."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.spaces: list[_Space] = []  # of ranks that have saved
+        self.used = time.monotonic()
 
 
 class _Space:
     """A namespace's slots. Threads: under the lock of the server, except ``cache``, ``shape`` and ``nonce``."""
 
+    group: _Group
+    generation: bytes  # random, another one whenever it is emptied
+
     def __init__(self, name: Name, shape: BlockShape, cache: Cache, count: int) -> None:
         self.name = name
+        self.shown = shown(name[1])
         self.shape = shape
         self.cache = cache
         self.slots = Slots(count)
         self.nonce = secrets.token_bytes(16)
-        self.log = EventLog(max(_FEW_KEYS, _LOGGED * count))
+        self.log = self._new_log()
         self.loads = 0  # hits that were not released
         self.lent: dict[Reader, Readers] = {}  # while it has slots
-        self.used = 0  # number of the last use, among all namespaces
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
     def __str__(self) -> str:
-        tenant, name = self.name
-        return shown(name) + (f" of tenant {tenant}" if tenant else "")
+        tenant, _ = self.name
+        return self.shown + (f" of tenant {tenant}" if tenant else "")
+
+    def _new_log(self) -> EventLog:
+        return EventLog(max(_FEW_KEYS, _LOGGED * self.slots.count))
+
+    def clear(self) -> None:
+        """Forget all keys. Who follows the events begins anew."""
+        self.counts.update(cleared=1, removed=self.slots.clear())
+        self.log = self._new_log()
 
     def room_for(self, reader: Reader, slots: Numbers) -> Numbers:
         """Return the leading slots that a reader may hold: half of all at most, however often."""
@@ -119,8 +143,9 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         memory: Bytes of the pool, at least 64 KiB for each namespace.
         listen: "ip:port"; port 0 picks a free one.
         cluster_id: Cluster id, unique among all that link to each other.
-        namespaces: Number of namespaces, which share the pool equally. One more displaces the one used least recently,
-            and further ones unless its tensors fit into what that leaves.
+        namespaces: Number of namespaces, which share the pool equally; those of one engine's ranks are one. One more
+            displaces the one used least recently, but not in the last minute, and further ones unless its tensors fit
+            into what that leaves.
         options: More options of ``init``, but none that lets peers write: ``llm.EnableRemoteCacheAccessible`` and
             ``llm.WriteByAddress`` are 0.
 
@@ -128,6 +153,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         ParamError: An argument breaks its rule.
         OutOfMemory, LinkError: As :meth:`LLMDataDist.init`.
     """
+
+    _KEPT_SECONDS: ClassVar = 60.0  # after its last use a namespace is displaced by no other one
 
     def __init__(
         self,
@@ -150,9 +177,11 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         self._making = threading.Lock()  # held while a namespace gets its memory
         self._examining = threading.Lock()  # held by a suspicion: more at once keep the control thread waiting
         self._spaces: dict[Name, _Space] = {}
+        self._groups: dict[Ranks, _Group] = {}
+        #: Of a tenant's namespaces that are not there.
+        self._absent: defaultdict[str, bytes] = defaultdict(partial(secrets.token_bytes, 16))
         self._lent: Counter[Reader] = Counter()  # bytes of hits
         self._lent_to_all = 0
-        self._uses = count()
         self._cleared = 0
         #: The store's LLMDataDist, for its statistics.
         self.datadist = LLMDataDist(LLMRole.MIX, cluster_id)
@@ -165,6 +194,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             for name, handler in (
                 (messages.LOOKUP, self._on_lookup),
                 (messages.SAVE, self._on_save),
+                (messages.CLEAR, self._on_clear),
                 (messages.SUSPECT, self._on_suspect),
                 (messages.EVENTS, self._on_events),
             ):
@@ -202,36 +232,60 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 
     def _on_lookup(self, question: PeerQuestion) -> bytes:
-        asked = _body(messages.Lookup, question, "pull")
-        reader = question.cluster_id, question.incarnation
+        asked = _body(messages.Lookup, question, "pull", "push")
+        count = len(asked.namespaces)
+        self._require_room_of(count)
+        if asked.keys:
+            _require(question, "pull")
+            right = len(set(asked.namespaces)) == len(asked.tokens) == count
+            check_rule(right and count * len(asked.keys) <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
+        reader, names = (question.cluster_id, question.incarnation), [(question.tenant, n) for n in asked.namespaces]
         with self._lock:
-            if (space := self._spaces.get((question.tenant, asked.namespace))) is None:
-                return messages.NOTHING.encode()
-            slots = space.slots.run(asked.keys)
-            space.used = next(self._uses)
-            space.counts.update(lookups=1, asked=len(asked.keys), found=len(slots))
-            if not slots.size:
-                return messages.NOTHING.encode()
-            slots = self._room_for(space, reader, slots)
-            read, cost = space.lend(reader, slots)
-            self._count(reader, cost)
-            digests = space.slots.digests(slots)
+            generations = [self._generation(name) for name in names]
+            lent = self._lend([self._spaces.get(name) for name in names], reader, asked.keys) if asked.keys else []
+        found: list[messages.Found] = []
         try:
-            end = partial(self._end_load, space, reader)
-            grant = space.cache.grant(read, None, token=asked.token, peer=question.cluster_id, on_end=end)
-        except BaseException:
-            self._take_back(space, reader, read)
+            for (space, slots, read, digests), token in zip(lent, asked.tokens, strict=bool(lent)):
+                end = partial(self._end_load, space, reader)
+                grant = space.cache.grant(read, None, token=token, peer=question.cluster_id, on_end=end).to_bytes()
+                found.append(messages.Found(grant, slots, digests, space.nonce, space.shape))
+        except BaseException:  # the client releases what it was given
+            for space, _, read, _ in lent[len(found) :]:
+                self._take_back(space, reader, read)
             raise
-        places = slots.astype("<i8").tobytes(), digests.astype("<u8").tobytes()
-        return messages.Found(grant.to_bytes(), *places, space.nonce, space.shape).encode()
+        return messages.Run(found, generations).encode()
 
-    def _room_for(self, space: _Space, reader: Reader, slots: Numbers) -> Numbers:
-        """Under the lock: return the slots of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
-        wanted = space.cost(reader, slots)
+    def _lend(
+        self, spaces: list[_Space | None], reader: Reader, keys: list[bytes]
+    ) -> list[tuple[_Space, bytes, Numbers, bytes]]:
+        """Under the lock: count a hit of the leading run that all have; return slots and digests of each."""
+        now, there, runs = time.monotonic(), [space for space in spaces if space is not None], []
+        for space in there:
+            runs.append(space.slots.run(keys))
+            space.group.used = now
+            space.counts.update(lookups=1, asked=len(keys), found=len(runs[-1]))
+        count = min(map(len, runs)) if len(there) == len(spaces) else 0
+        if not count:
+            return []
+        count = self._room_for(there, reader, [run[:count] for run in runs])
+        lent = []
+        for space, run in zip(there, runs, strict=True):
+            read, cost = space.lend(reader, run[:count])
+            self._count(reader, cost)
+            digests = space.slots.digests(run[:count]).astype("<u8").tobytes()
+            lent.append((space, run[:count].astype("<i8").tobytes(), read, digests))
+        return lent
+
+    def _room_for(self, spaces: list[_Space], reader: Reader, runs: list[Numbers]) -> int:
+        """Under the lock: return the keys of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
+        both = list(zip(spaces, runs, strict=True))
+        wanted = sum(space.cost(reader, run) for space, run in both)
         most = _MAX_LENT if self._lent_to_all + wanted <= _MAX_LENT_TO_ALL else _LENT_IN_ANY_CASE
-        if self._lent[reader] + wanted <= most and (fitting := space.room_for(reader, slots)).size:
-            return fitting
-        space.counts["refused"] += 1
+        count = min(len(space.room_for(reader, run)) for space, run in both)
+        if count and self._lent[reader] + wanted <= most:
+            return count
+        for space in spaces:
+            space.counts["refused"] += 1
         raise busy("this client holds as many hits as it may; it gets more once it has released some")
 
     def _count(self, reader: Reader, nbytes: int) -> None:
@@ -255,29 +309,39 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     def _on_save(self, question: PeerQuestion) -> None:
         asked = _body(messages.Save, question, "push")
         who, grant = f"cluster {question.cluster_id}", Grant.from_bytes(asked.grant)
-        check_rule(len(asked.keys) == len(asked.blocks), f"{who} sent unequal numbers of keys and blocks")
+        right = len(asked.keys) == len(asked.blocks) and asked.rank < len(asked.ranks)
+        check_rule(right, f"{who} sent unequal numbers of keys and blocks, or a rank that is none")
+        self._require_room_of(len(asked.ranks))
         owner = grant.cluster_id, grant.incarnation.hex()
         wrong = f"{who} sent a grant of cluster {grant.cluster_id}, incarnation {owner[1]}"
         check_rule(owner == (question.cluster_id, question.incarnation), wrong)
         until = time.monotonic() + question.budget_ms / 1e3
-        self._savers.submit(question, lambda: self._save((question.tenant, asked.namespace), asked, grant, until))
+        self._savers.submit(question, lambda: self._save(question.tenant, asked, grant, until))
 
-    def _save(self, name: Name, asked: messages.Save, grant: Grant, until: float) -> bytes:
+    def _save(self, tenant: str, asked: messages.Save, grant: Grant, until: float) -> bytes:
         if time.monotonic() >= until:
             raise LinkError("save: its client has given up", status_code=LLMStatusCode.LLM_TIMEOUT)
-        space, filling = self._fill(name, asked)
-        if filling.slots:
-            self._pull(space, asked, grant, filling)
-        return messages.Saved(len(filling.slots)).encode()
+        name = tenant, asked.ranks[asked.rank]
+        try:
+            space, filling = self._fill(name, asked)
+            if filling.slots:
+                self._pull(space, asked, grant, filling)
+        except _Emptied:
+            with self._lock:
+                return messages.Saved(0, 0, self._generation(name)).encode()
+        return messages.Saved(len(filling.slots), filling.left, asked.generation).encode()
 
     def _fill(self, name: Name, asked: messages.Save) -> tuple[_Space, Filling]:
         """Take slots for the keys that are missing."""
         while True:
-            space = self._space(name, asked.shape)
+            with self._lock:  # before another namespace is displaced
+                self._require_generation(name, asked)
+            space = self._space(name, asked)
             with self._lock:
                 if self._spaces.get(name) is not space:
                     continue  # displaced
-                space.used = next(self._uses)
+                self._require_generation(name, asked)
+                space.group.used = time.monotonic()
                 filling = space.slots.fill(asked.keys)
                 self._tell("removed", space, filling.evicted)
                 return space, filling
@@ -296,40 +360,64 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
                 space.slots.abandon(filling.slots)
             raise
         with self._lock:
+            if space.generation != asked.generation:
+                space.slots.abandon(filling.slots)
+                raise _Emptied
             space.slots.publish(filling.slots, digests)
             self._tell("stored", space, [asked.keys[position] for position in filling.positions])
 
     # --- namespaces ---------------------------------------------------------------------------------------------------
 
-    def _space(self, name: Name, shape: BlockShape) -> _Space:
+    def _generation(self, name: Name) -> bytes:
+        """Under the lock."""
+        return self._absent[name[0]] if (space := self._spaces.get(name)) is None else space.generation
+
+    def _require_generation(self, name: Name, asked: messages.Save) -> None:
+        """Under the lock: raise _Emptied if the namespace was emptied after the asker had begun."""
+        if self._generation(name) != asked.generation:
+            raise _Emptied
+
+    def _require_room_of(self, ranks: int) -> None:
+        """Raise LinkError (``LLM_LINK_BUSY``) if a namespace cannot be shared by so many ranks."""
+        if self._share >> _PAGE_SHIFT < ranks:
+            raise busy(
+                f"{ranks} ranks need {ranks << _PAGE_SHIFT} bytes or more, a namespace of this store has {self._share}; "
+                "start it with more memory, or with fewer namespaces"
+            )
+
+    def _space(self, name: Name, asked: messages.Save) -> _Space:
         """Return a namespace, made with its first save. Raises CacheMismatch for another shape of blocks."""
         if (space := self._spaces.get(name)) is None:
             with self._making:
                 if (space := self._spaces.get(name)) is None:
-                    space = self._make(name, shape)
+                    ranks = name[0], tuple(asked.ranks)
+                    space = self._make(name, ranks, asked.shape)
                     with self._lock:
-                        space.used = next(self._uses)
+                        space.generation = self._absent[name[0]]
+                        space.group = self._groups.setdefault(ranks, _Group(ranks))
+                        space.group.spaces.append(space)
                         self._spaces[name] = space
-        if space.shape != shape:
-            raise CacheMismatch(f"namespace {space} has {space.shape}; the saved cache has {shape}")
+        if space.shape != asked.shape:
+            raise CacheMismatch(f"namespace {space} has {space.shape}; the saved cache has {asked.shape}")
         return space
 
-    def _make(self, name: Name, shape: BlockShape) -> _Space:
+    def _make(self, name: Name, ranks: Ranks, shape: BlockShape) -> _Space:
         try:
             kind = DataType(shape.data_type)
         except ValueError as error:
             raise ParamError(f"shape: {error}") from error
+        share = self._share // len(ranks[1])
         block = CacheDesc(shape.tensors, [1, *shape.shape], kind).size
-        tensor = self._share // shape.tensors >> _PAGE_SHIFT << _PAGE_SHIFT
+        tensor = share // shape.tensors >> _PAGE_SHIFT << _PAGE_SHIFT
         # What is kept of a slot in this process counts, too: blocks may have one byte.
-        count = min(tensor // block, _MAX_SLOTS, self._share // (shape.tensors * block + _SLOT_BYTES))
+        count = min(tensor // block, _MAX_SLOTS, share // (shape.tensors * block + _SLOT_BYTES))
         if count < 1:
             raise ParamError(
-                f"shape: one block of {shape} needs more than the {self._share} bytes of a namespace of this store; "
+                f"shape: one block of {shape} needs more than the {share} bytes of a namespace of this store; "
                 "start it with more memory, or with fewer namespaces"
             )
-        while self._full(name[0]):
-            self._displace(name[0])
+        while self._full(ranks):
+            self._displace(ranks)
         cache = None
         while cache is None:
             try:
@@ -337,30 +425,52 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             except OutOfMemory as error:  # other shapes have left pieces that are too small
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
-                self._displace(name[0])
+                self._displace(ranks)
         return _Space(name, shape, cache, count)
 
-    def _full(self, tenant: str) -> bool:
+    def _full(self, ranks: Ranks) -> bool:
         """Return True if a tenant needs the place of another namespace of its own: a named one has half of them."""
+        tenant = ranks[0]
         with self._lock:
-            own = sum(each.name[0] == tenant for each in self._spaces.values())
-            return len(self._spaces) >= self._most or (tenant != "" and own >= max(1, self._most // 2))
+            own = sum(each == tenant for each, _ in self._groups)
+            full = len(self._groups) >= self._most or (tenant != "" and own >= max(1, self._most // 2))
+            return full and ranks not in self._groups
 
-    def _displace(self, tenant: str) -> None:
-        """Give up the tenant's namespace that was used least recently and is not in use; LinkError if it has none."""
+    def _displace(self, ranks: Ranks) -> None:
+        """Give up the tenant's other namespace that was used least recently; LinkError if all are in use."""
+        tenant = ranks[0]
         with self._lock:
-            own = [each for each in self._spaces.values() if each.name[0] == tenant and each.slots.idle()]
-            if not own:
+            before = time.monotonic() - self._KEPT_SECONDS
+            others = [each for each in self._groups.values() if each.ranks[0] == tenant and each.ranks != ranks]
+            idle = [g for g in others if g.used <= before and all(each.slots.idle() for each in g.spaces)]
+            if not idle:
                 whose = f"tenant {tenant} has none that it could give up" if tenant else "all are in use"
                 raise busy(f"this store has {self._most} namespaces, and {whose}; start it with more")
-            space = min(own, key=lambda each: each.used)
-            self._forget(space)
-        self._manager.deallocate_blocks_cache(space.cache)
+            group = min(idle, key=lambda each: each.used)
+            del self._groups[group.ranks]
+            for space in group.spaces:
+                del self._spaces[space.name]
+            self._cleared += len(group.spaces)
+        for space in group.spaces:
+            self._manager.deallocate_blocks_cache(space.cache)
 
-    def _forget(self, space: _Space) -> None:
-        """Under the lock."""
-        del self._spaces[space.name]
-        self._cleared += 1
+    def _on_clear(self, question: PeerQuestion) -> None:
+        asked = _body(messages.Clear, question, "push")
+        generation = secrets.token_bytes(16)
+        with self._lock:
+            spaces = [each for each in self._spaces.values() if each.name[0] == question.tenant]
+            spaces = [each for each in spaces if not asked.namespaces or each.shown in asked.namespaces]
+            # From here on, before the answer, saves that have begun store nothing.
+            self._absent[question.tenant] = generation
+            for space in spaces:
+                space.generation = generation
+        self._savers.submit(question, lambda: self._clear(spaces, generation))
+
+    def _clear(self, spaces: list[_Space], generation: bytes) -> bytes:
+        for space in spaces:
+            with self._lock:
+                space.clear()
+        return messages.Cleared(len(spaces), generation).encode()
 
     # --- wrong bytes, events, statistics ------------------------------------------------------------------------------
 
@@ -428,18 +538,23 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         self.datadist.check_integrity()
 
 
-def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
-    """Return a question's body. Raises ParamError if the policy does not give the peer that right."""
-    who = f"cluster {question.cluster_id}"
-    check_rule(question.may(right), f"{PEER_POLICY} of the store does not allow {who} to {right}")
-    return decode(kind, question.body, who)
+def _require(question: PeerQuestion, *rights: str) -> None:
+    """Raise ParamError if the policy gives the peer none of the rights."""
+    text = f"{PEER_POLICY} of the store does not allow cluster {question.cluster_id} to {' or '.join(rights)}"
+    check_rule(any(map(question.may, rights)), text)
+
+
+def _body(kind: type[B], question: PeerQuestion, *rights: str) -> B:
+    """Return the body of a question of a peer with one of the rights, else raise ParamError."""
+    _require(question, *rights)
+    return decode(kind, question.body, f"cluster {question.cluster_id}")
 
 
 def _figures(space: _Space) -> NamespaceStatistics:
     slots, desc = space.slots, space.cache.cache_desc
     return NamespaceStatistics(
         tenant=space.name[0],
-        namespace=shown(space.name[1]),
+        namespace=space.shown,
         slots=slots.count,
         free=slots.free,
         filling=slots.filling,

@@ -46,7 +46,7 @@ class SlotEvent(IntEnum):
     PUBLISH = auto()  # pulled and digested
     ABANDON = auto()  # the pull failed
     EVICT = auto()  # without readers
-    DROP = auto()  # its bytes are wrong, and readers are left
+    DROP = auto()  # its bytes are wrong, or the namespace is emptied
     IDLE = auto()  # the last reader's grant has ended
 
 
@@ -69,6 +69,7 @@ class Filling(NamedTuple):
     positions: list[int]  # of the keys that got slots, ascending
     slots: list[int]  # one each
     evicted: list[bytes]  # keys that made room
+    left: int  # keys that got none
 
 
 class Readers:
@@ -173,7 +174,7 @@ class Slots:
         for key, slot in zip(wanted, slots, strict=False):
             self._keys[slot], self._slot_of[key] = key, slot
         self.filling += len(slots)
-        return Filling(list(wanted.values())[: len(slots)], slots, evicted)
+        return Filling(list(wanted.values())[: len(slots)], slots, evicted, len(wanted) - len(slots))
 
     def publish(self, slots: Sequence[int], digests: NDArray[np.uint64]) -> None:
         """Let filled slots be found."""
@@ -206,6 +207,20 @@ class Slots:
                 self._free.append(slot)
         self.published -= len(wrong)
         return [self._keys[slot] for slot in wrong]
+
+    def clear(self) -> int:
+        """Forget all published slots, and return their number."""
+        published = np.flatnonzero(self._states == SlotState.PUBLISHED)
+        self._fire(SlotEvent.DROP, published)
+        unread = published[self.readers.of[published] == 0]
+        self._fire(SlotEvent.IDLE, unread)
+        self._free += unread[::-1].tolist()
+        filling = np.flatnonzero(self._states == SlotState.FILLING).tolist()
+        self._slot_of = {self._keys[slot]: slot for slot in filling}
+        self._passed.clear()
+        self._ahead.clear()
+        self.published = 0
+        return len(published)
 
     def idle(self) -> bool:
         """Return True if no slot is being filled or read."""

@@ -1,4 +1,4 @@
-"""Values of ``StoreServer.statistics()``."""
+"""Values of ``StoreServer.statistics()`` and ``StoreClient.statistics()``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class NamespaceStatistics:
         block_bytes: Bytes of a slot.
         lookups, asked, found: Lookups, their keys, and the keys found.
         refused: Lookups refused because their reader held as many hits as it may.
-        stored, removed: Keys stored; keys evicted or found wrong.
+        stored, removed: Keys stored; keys evicted, found wrong or cleared.
         failed: Pulls that failed.
+        cleared: Times that it was emptied by :meth:`StoreClient.clear`.
     """
 
     tenant: str
@@ -39,6 +40,7 @@ class NamespaceStatistics:
     stored: int = 0
     removed: int = 0
     failed: int = 0
+    cleared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,26 @@ class StoreStatistics:
     most_namespaces: int
     cleared: int
     waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreClientStatistics:
+    """Figures of a client since it was made.
+
+    A ``late`` store did not answer in time, a ``busy`` one refused for now. A ``gone`` one was not linked, or refused.
+    After such a failure calls are skipped for a while; they count as it did.
+
+    Attributes:
+        lookups, hits: Lookups, and those that found a key.
+        misses: The others, by reason: ``absent``, ``late``, ``gone``, ``busy``.
+        keys, stored: Keys of saves, and those newly stored. The store had those that neither count as refused.
+        refused: Keys not stored, by reason: ``busy`` (or full), ``gone``, ``late``, ``failed`` (the store could not
+            pull), ``cleared``.
+    """
+
+    lookups: int
+    hits: int
+    misses: dict[str, int]
+    keys: int
+    stored: int
+    refused: dict[str, int]
