@@ -46,7 +46,7 @@ FLOODS: Final[dict[str, Callable[[int], wire.Message]]] = {
     "claim": lambda number: wire.Claim(number, secrets.token_bytes(16), 1, 60_000),
     "resolve": lambda number: wire.Resolve(number, False, (0, 1, 2), 0, 0, 1000),
     "events": question(messages.EVENTS, lambda: messages.EventsAfter(SPACE, b"", 0).encode()),
-    "lookup": question(messages.LOOKUP, lambda: messages.Lookup(SPACE, ABSENT, secrets.token_bytes(16)).encode()),
+    "lookup": question(messages.LOOKUP, lambda: messages.Lookup([SPACE], ABSENT, [secrets.token_bytes(16)]).encode()),
     "suspect": question(messages.SUSPECT, lambda: messages.Suspect(SPACE, list(range(len(KEYS)))).encode()),
 }
 

@@ -405,7 +405,7 @@ class Liar(Client):
         for _ in range(self.chance.randrange(1000)):
             token = self.chance.randbytes(16)
             keys = [self.space.key(each) for each in range(self.chance.randint(1, RUN))]
-            body = messages.Lookup(self.space.namespace, keys, token).encode()
+            body = messages.Lookup([self.space.namespace], keys, [token]).encode()
             held.append(token)
             if self.call("lie: lookup without a hit", self.world.dd.ask, STORE_ID, messages.LOOKUP, body, 300) is None:
                 break
@@ -435,13 +435,13 @@ class Liar(Client):
         bodies = [
             self.chance.randbytes(self.chance.randrange(200)),
             bytes([messages.FORMAT]) + self.chance.randbytes(self.chance.randrange(200)),
-            messages.Lookup(name, keys, token).encode(),
-            messages.Lookup(name, [self.space.key(each) for each in range(RUN)], token).encode(),  # the same token
+            messages.Lookup([name], keys, [token]).encode(),
+            messages.Lookup([name], [self.space.key(each) for each in range(RUN)], [token]).encode(),  # the same token
             messages.Suspect(name, list(range(RUN * RUN))).encode(),
             messages.EventsAfter(name, b"", self.chance.randrange(1 << 40)).encode(),
         ]
         if hit:  # its grant is the store's own
-            bodies.append(messages.Save(name, shape, keys[:1], [0], hit.grants[0].to_bytes()).encode())
+            bodies.append(messages.Save([name], 0, token, shape, keys[:1], [0], hit.grants[0].to_bytes()).encode())
         questions = messages.LOOKUP, messages.SAVE, messages.SUSPECT, messages.EVENTS, "llm_datadist.store nothing"
         for body in bodies:
             self.call("lie: babble", self.world.dd.ask, STORE_ID, self.chance.choice(questions), body, 300)

@@ -25,6 +25,8 @@ _NOBODY: Final = bytes(32)
 class WatchedServer(StoreServer):
     """A store that writes its events into a journal, at the moment of the change."""
 
+    _KEPT_SECONDS = 0.0  # namespaces are displaced all the time
+
     def __init__(self, *args: Any, journal: Journal, **settings: Any) -> None:
         self._journal = journal
         super().__init__(*args, **settings)
@@ -38,6 +40,10 @@ class WatchedServer(StoreServer):
 
     def _forget(self, space: Any) -> None:
         super()._forget(space)
+        self._write("cleared", space.name[1], [_NOBODY])
+
+    def _empty(self, space: Any) -> None:
+        super()._empty(space)
         self._write("cleared", space.name[1], [_NOBODY])
 
     def _write(self, kind: str, name: bytes, keys: list[bytes]) -> None:

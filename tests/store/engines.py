@@ -63,19 +63,23 @@ class StoreFamily(Processes):
         self.transport = transport
         self._engines = 10
 
-    def store(self, spaces: int = 2, *, space: int = SPACE, port: int = 0, **options: str) -> ChildEnd:
+    def store(
+        self, spaces: int = 2, *, space: int = SPACE, port: int = 0, kept: float = 0.0, **options: str
+    ) -> ChildEnd:
         end = self.child("store")
         end.cluster_id = 1
-        end.port = end.do(open_store, spaces * space, spaces, port, options)
+        end.port = end.do(open_store, spaces * space, spaces, port, options, kept)
         return end
 
-    def engine(self, store: ChildEnd, name: bytes = NS, spec: Spec = SPEC, **options: Any) -> ChildEnd:
+    def engine(
+        self, store: ChildEnd, name: bytes = NS, spec: Spec = SPEC, *, ranks: Sequence[bytes] = (), **options: Any
+    ) -> ChildEnd:
         """Return an engine with a cache of its own, linked to the store."""
         self._engines += 1
         end = self.child(f"engine {self._engines}")
         end.start("MIX", self._engines, extra={"llm.Transport": self.transport})
         end.do(make, "kv", spec, self._engines)
-        end.do(open_client, "client", store.port, name, options)
+        end.do(open_client, "client", store.port, name, options, ranks)
         return end
 
     def part(self) -> None:
@@ -98,15 +102,19 @@ def family_of(transport: str = "auto") -> Iterator[StoreFamily]:
     family.part()
 
 
-def open_store(world: World, memory: int, spaces: int, port: int, options: dict[str, str]) -> int:
+def open_store(world: World, memory: int, spaces: int, port: int, options: dict[str, str], kept: float = 0.0) -> int:
+    """Open a store that displaces namespaces ``kept`` seconds after their last use."""
+    StoreServer._KEPT_SECONDS = kept  # noqa: SLF001 (a minute is no time of a test)
     server = StoreServer(memory, f"127.0.0.1:{port}", cluster_id=1, namespaces=spaces, options=options)
     world.memory["server"], world.dd = server, server.datadist
     return server.port
 
 
-def open_client(world: World, of: str, port: int, name: bytes, options: dict[str, Any]) -> None:
+def open_client(
+    world: World, of: str, port: int, name: bytes, options: dict[str, Any], ranks: Sequence[bytes] = ()
+) -> None:
     given = StoreOptions(**{"store_id": 1, "lookup_ms": 5000, "pause_seconds": 0.2} | options)
-    client = StoreClient(world.dd, f"127.0.0.1:{port}", name, given)
+    client = StoreClient(world.dd, f"127.0.0.1:{port}", name, given, ranks=ranks)
     world.memory[of] = client
     assert client.connect(20)
 
@@ -140,6 +148,12 @@ def save(world: World, keys: Sequence[bytes], blocks: Sequence[int], name: bytes
     put(world, keys, blocks, name)
     stored: int = world.memory[of].save(list(keys), world.caches["kv"], list(blocks))
     return stored
+
+
+def generation(world: World) -> bytes:
+    """Return the generation that a client has learnt, for saves made by hand."""
+    known: bytes = world.memory["client"]._generation  # noqa: SLF001 (a hostile client says any)
+    return known
 
 
 def save_all(world: World, keys: Sequence[bytes], name: bytes = NS) -> int:

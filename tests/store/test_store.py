@@ -243,14 +243,14 @@ def test_a_client_of_another_format_misses_and_its_save_names_both() -> None:
         store = family.store()
         saver, reader = family.engine(store), family.engine(store)
         saver.do(e.save, keys_of(0), [0])
-        reader.do(speak, 3)
+        reader.do(speak, 4)
         try:
             assert reader.do(e.look_up, keys_of(0)) == 0
             wait_until(lambda: reader.do(save_error, keys_of(1), [1]) != "")
             text = reader.do(save_error, keys_of(1), [1])
-            assert ": format 3 of the store, this release has format 2" in text
+            assert ": format 4 of the store, this release has format 3" in text
         finally:
-            reader.do(speak, 2)
+            reader.do(speak, 3)
         wait_until(lambda: reader.do(e.look_up, keys_of(0)) == 1)
         reader.do(e.loads_right, keys_of(0), [0])
 

@@ -35,7 +35,7 @@ def hoard(world: World, keys: list[bytes], most: int) -> tuple[int, str]:
     while len(held) < most:
         token = secrets.token_bytes(16)
         try:
-            world.dd.ask(1, messages.LOOKUP, messages.Lookup(NS, keys, token).encode())
+            world.dd.ask(1, messages.LOOKUP, messages.Lookup([NS], keys, [token]).encode())
         except LLMException as error:
             return len(held), f"{error.status_code.name}: {error}"
         held.append(token)

@@ -313,16 +313,19 @@ def raw_questions(world: World, rounds: int) -> int:
     """Ask what no sound client asks; return the number of answers that were no refusal."""
     dd: LLMDataDist = world.dd
     grant = world.caches["kv"].grant([0, 1], None, peer=1)
-    shape = world.memory["client"].lookup(keys_of(0)).shape
+    shape, generation = world.memory["client"].lookup(keys_of(0)).shape, e.generation(world)
     rng = np.random.default_rng(3)
     good = [
-        (messages.SAVE, Save(NS, shape, keys_of(60, 61), [0, 1], grant.to_bytes()).encode()),
-        (messages.LOOKUP, Lookup(NS, keys_of(0), os.urandom(16)).encode()),
+        (messages.SAVE, Save([NS], 0, generation, shape, keys_of(60, 61), [0, 1], grant.to_bytes()).encode()),
+        (messages.LOOKUP, Lookup([NS], keys_of(0), [os.urandom(16)]).encode()),
     ]
     odd = [
-        (messages.SAVE, Save(NS, shape, keys_of(62, 63), [0, 5], grant.to_bytes()).encode()),  # 5 is not granted
-        (messages.SAVE, Save(NS, shape, keys_of(62), [0, 1], grant.to_bytes()).encode()),
-        (messages.SAVE, Save(NS, shape, keys_of(62), [0], b"no grant").encode()),
+        (
+            messages.SAVE,
+            Save([NS], 0, generation, shape, keys_of(62, 63), [0, 5], grant.to_bytes()).encode(),
+        ),  # 5 is not granted
+        (messages.SAVE, Save([NS], 0, generation, shape, keys_of(62), [0, 1], grant.to_bytes()).encode()),
+        (messages.SAVE, Save([NS], 0, generation, shape, keys_of(62), [0], b"no grant").encode()),
         (messages.SUSPECT, messages.Suspect(NS, [2**40, 0, 0, 1]).encode()),
         (messages.SUSPECT, messages.Suspect(b"x" * 32, [0]).encode()),
         (messages.EVENTS, messages.EventsAfter(NS, b"", 2**63 - 1).encode()),

@@ -22,7 +22,7 @@ def end_loan(world: World) -> None:
 
 
 def ask_to_save(world: World, block: int, grant: bytes) -> int:
-    body = messages.Save(e.NS, shape_of(world.caches["kv"]), [KEY], [block], grant).encode()
+    body = messages.Save([e.NS], 0, e.generation(world), shape_of(world.caches["kv"]), [KEY], [block], grant).encode()
     return messages.decode(messages.Saved, world.dd.ask(1, messages.SAVE, body), "the store").count
 
 

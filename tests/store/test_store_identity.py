@@ -27,18 +27,27 @@ def listening(family: StoreFamily, name: str, number: int) -> ChildEnd:
     return end
 
 
+def nothing(question: Any) -> bytes:
+    """Answer a lookup of no namespace that is there."""
+    asked = messages.decode(messages.Lookup, question.body, "x")
+    return messages.Run([], [bytes(16) for _ in asked.namespaces]).encode()
+
+
 def answer_lookups(world: World, grant: bytes | None = None) -> None:
     """Be a store that has every key; answer with a grant of its own, or with the given one."""
     world.memory["asked"], cache = [], world.caches["kv"]
 
     def look_up(question: Any) -> bytes:
         asked = messages.decode(messages.Lookup, question.body, "x")
+        if not asked.keys:
+            return nothing(question)
         world.memory["asked"].append(len(asked.keys))
         slots = [0] * len(asked.keys)
-        own = grant or cache.grant([0], None, token=asked.token, peer=question.cluster_id).to_bytes()
+        own = grant or cache.grant([0], None, token=asked.tokens[0], peer=question.cluster_id).to_bytes()
         digests = world.cm.digest_blocks(cache, slots, bytes(16))
         places = np.array(slots, "<i8").tobytes(), digests.astype("<u8").tobytes()
-        return messages.Found(own, *places, bytes(16), shape_of(cache)).encode()
+        found = messages.Found(own, *places, bytes(16), shape_of(cache))
+        return messages.Run([found], [bytes(16)]).encode()
 
     world.dd.answer_questions(messages.LOOKUP, look_up)
 
@@ -120,9 +129,16 @@ def test_a_hit_of_an_earlier_process_of_the_store_is_an_ended_one() -> None:
 
 
 def late_answers(world: World) -> None:
-    """Be a store that answers no lookup."""
-    world.memory["asked"] = []
-    world.dd.answer_questions(messages.LOOKUP, world.memory["asked"].append)
+    """Be a store that answers no lookup of keys."""
+    asked = world.memory["asked"] = []
+
+    def leave(question: Any) -> bytes | None:
+        if not messages.decode(messages.Lookup, question.body, "x").keys:
+            return nothing(question)
+        asked.append(question)
+        return None
+
+    world.dd.answer_questions(messages.LOOKUP, leave)
 
 
 def look_up_often(world: World, port: int, count: int) -> int:

@@ -20,6 +20,7 @@ from llm_datadist import CacheKeyByIdAndIndex, LLMException
 from llm_datadist.datadist import life_of
 from llm_datadist.errors import CacheMismatch, LinkError, ParamError
 from llm_datadist.store import StoreClient, StoreOptions, StoreServer, messages, namespace
+from llm_datadist.store.identity import shown
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.store import engines as e
@@ -36,7 +37,7 @@ pytest.importorskip("cryptography", reason="secrets need the extra [auth]")
 pytestmark = pytest.mark.covers("store.*")
 
 #: What a peer may be able to do, in the order of the page.
-ALL: Final = ("look up", "load", "hold", "list", "read", "save", "suspect", "displace")
+ALL: Final = ("look up", "load", "hold", "list", "read", "save", "suspect", "clear", "displace")
 PAGE: Final = (ROOT / "docs" / "store.md").read_text()
 MINE: Final = e.keys_of(1)[0]
 OTHERS: Final = e.keys_of(2)[0]
@@ -80,6 +81,10 @@ def index(world: World, tenant: str) -> dict[bytes, list[bytes]]:
 
 def loads(world: World) -> int:
     return sum(space.loads for space in e.statistics(world).namespaces)
+
+
+def cleared(world: World, tenant: str) -> int:
+    return sum(space.cleared for space in e.statistics(world).namespaces if space.tenant == tenant)
 
 
 def corrupt(world: World, tenant: str) -> None:
@@ -169,6 +174,12 @@ def suspects(world: World, slot: int) -> None:
         world.dd.ask(1, messages.SUSPECT, body, 20_000)
 
 
+def clears(world: World) -> None:
+    """Empty the victim's namespace, if the store lets the peer."""
+    with suppressed(CacheMismatch):
+        world.dd.ask(1, messages.CLEAR, messages.Clear([shown(e.NS)]).encode(), 20_000)
+
+
 def other_name(number: int) -> bytes:
     return namespace(
         fingerprint=b"%d" % number, tp_size=1, tp_rank=0, hash_algorithm="sha256_cbor", hash_seed="0", salt="other"
@@ -189,6 +200,9 @@ def abilities(store: ChildEnd, actor: ChildEnd, of: str, by: str) -> list[str]:
     store.do(corrupt, of)
     actor.do(suspects, there[1])
     can["suspect"] = MINE not in store.do(index, of)[e.NS]
+    before = store.do(cleared, of)
+    actor.do(clears)
+    can["clear"] = store.do(cleared, of) > before
     for number in range(5):
         actor.do(saves, other_name(number), OTHERS, store.port)
     can["displace"] = e.NS not in store.do(index, of)
@@ -220,6 +234,7 @@ def scene(
 
 
 def open_store(world: World, options: dict[str, str], listen: str) -> int:
+    StoreServer._KEPT_SECONDS = 0.0  # noqa: SLF001 (a minute is no time of a test)
     world.memory["server"] = server = StoreServer(
         4 * e.SPACE, f"{listen}:0", cluster_id=1, namespaces=4, options=options
     )

@@ -9,7 +9,7 @@ import pytest
 
 from llm_datadist.errors import CacheMismatch, ParamError
 from llm_datadist.store import Hit, StoreOptions, namespace
-from llm_datadist.store.messages import FORMAT, NOTHING, BlockShape, Found, Lookup, Save, decode
+from llm_datadist.store.messages import FORMAT, NOTHING, BlockShape, Found, Lookup, Run, Save, decode
 from llm_datadist.types.grant import Grant
 
 pytestmark = pytest.mark.covers("store.*")
@@ -85,7 +85,7 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
     assert [hit.take(), hit.take(), copy.take()] == [True, False, False]
     assert len(Hit.from_bytes(Hit(b"n" * 32).to_bytes())) == 0
     data = hit.to_bytes()
-    for wrong in (b"", b"\3" + data[1:], data[:-1], data + b"\0"):
+    for wrong in (b"", b"\2" + data[1:], data[:-1], data + b"\0"):
         with pytest.raises(ParamError, match="data"):
             Hit.from_bytes(wrong)
     incomplete: tuple[dict[str, Any], ...] = (
@@ -100,23 +100,23 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
 
 
 def test_a_body_of_another_format_is_named_and_a_broken_one_refused() -> None:
-    body = Lookup(b"n" * 32, [b"key"], b"t" * 16).encode()
-    assert decode(Lookup, body, "x") == Lookup(b"n" * 32, [b"key"], b"t" * 16)
+    body = Lookup([b"n" * 32], [b"key"], [b"t" * 16]).encode()
+    assert decode(Lookup, body, "x") == Lookup([b"n" * 32], [b"key"], [b"t" * 16])
     for wrong in (b"", bytes([FORMAT + 1]) + body[1:]):
         with pytest.raises(CacheMismatch, match="x: format"):
             decode(Lookup, wrong, "x")
-    for kind, data in ((Lookup, body[:-1]), (Found, body), (Save, body)):
+    for kind, data in ((Lookup, body[:-1]), (Run, body), (Save, body)):
         with pytest.raises(ParamError, match=f"x: not a body of kind {kind.__name__}"):
             decode(kind, data, "x")
-    long = Lookup(b"n" * 32, [b"k" * 65], b"t" * 16).encode()
+    long = Lookup([b"n" * 32], [b"k" * 65], [b"t" * 16]).encode()
     with pytest.raises(ParamError):
         decode(Lookup, long, "x")
-    assert msgspec.msgpack.decode(body[1:]) == [b"n" * 32, [b"key"], b"t" * 16]
+    assert msgspec.msgpack.decode(body[1:]) == [[b"n" * 32], [b"key"], [b"t" * 16]]
 
 
 def test_options_of_a_client_are_checked() -> None:
     given = StoreOptions()
-    assert (given.lookup_ms, given.pause_seconds, given.verify) == (5, 1.0, True)
+    assert (given.lookup_ms, given.pause_seconds, given.verify) == (250, 1.0, True)
     wrong: dict[str, Any] = {"store_id": -1, "lookup_ms": 0, "save_ms": 2**31, "pause_seconds": -1}
     for name, value in wrong.items():
         with pytest.raises(ParamError, match=name):

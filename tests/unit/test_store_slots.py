@@ -186,7 +186,7 @@ def test_the_hand_visits_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPat
     keys = [bytes([n]) for n in range(8)]
     slots.publish(slots.fill(keys).slots, np.zeros((8, 2), np.uint64))
     slots.begin_read(slots.run(keys[:4]))
-    assert slots.fill([b"new"]) == ([], [], [])
+    assert slots.fill([b"new"]) == ([], [], [], 1)
     assert slots.fill([b"new"]).evicted == keys[4:5], "the next call goes on where the last one ended"
     slots.check_integrity()
 

@@ -1,4 +1,4 @@
-"""StoreClient, one instance's use of one namespace of a prefix store."""
+"""StoreClient, one rank's use of its namespace of a prefix store, and of those of its engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import secrets
 import threading
 import time
 import weakref
+from collections import Counter
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from llm_datadist._checks import check_int32, check_list, check_rule, check_type, check_uint64
+from llm_datadist._checks import check_int32, check_list, check_rule, check_timeout, check_type, check_uint64
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
 from llm_datadist._memory.unmap import must_not_wait
@@ -35,7 +36,9 @@ from llm_datadist.errors import (
 )
 from llm_datadist.store import messages
 from llm_datadist.store.hit import Hit
+from llm_datadist.store.identity import shown
 from llm_datadist.store.messages import NO_EVENTS, BlockShape, Events
+from llm_datadist.store.statistics import StoreClientStatistics
 from llm_datadist.types import CacheKeyByIdAndIndex, LLMClusterInfo
 from llm_datadist.types.cluster import show_address
 from llm_datadist.types.descriptors import Cache
@@ -53,12 +56,15 @@ STORE_ID: Final = 0x53746F7265
 
 _SAVE_BYTES: Final = 64 << 20  # of one question, so that a preempted request waits for no more
 _DIAL_MS: Final = 2000
+_ENTER_SECONDS: Final = 3.0
 _FIRST_PAUSE: Final = 0.05  # seconds between dials, at first and at most
 _LONGEST_PAUSE: Final = 5.0
 _LOOK_PAUSE: Final = 1.0  # seconds between looks at the link
 _DAY: Final = 86_400  # seconds
 _LATE_IN_A_ROW: Final = 5  # one late answer is of a busy machine
 _SUSPECT_MS: Final = 1000
+_MISSES: Final = ("absent", "late", "gone", "busy")
+_REFUSED: Final = ("busy", "gone", "late", "failed", "cleared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class StoreOptions:
     """
 
     store_id: int = STORE_ID
-    lookup_ms: int = 5
+    lookup_ms: int = 250
     pause_seconds: float = 1.0
     save_ms: int = 10_000
     verify: bool = True
@@ -92,13 +98,14 @@ class StoreOptions:
         check_type("verify", self.verify, bool)
 
 
-@public_calls_hold_signals(__init__="_end", lookup="release")
+@public_calls_hold_signals(__init__="_end", lookup="release", lookup_ranks="_release_all")
 class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     """Lookups, loads and saves of one namespace of a store.
 
     A background thread links to the store, also when the link is lost. Until then lookups are misses, and saves store
-    nothing. The store is the process that answers at the address, and no other one that links under its cluster id: a
-    link that such a process has made is ended. A hit is exactly the bytes saved under its key in its namespace.
+    nothing; the log says so once. A ``with`` statement waits for the first link, at most 3 s. The store is the process
+    that answers at the address, and no other one that links under its cluster id: a link that such a process has made
+    is ended. A hit is exactly the bytes saved under its key in its namespace.
     Threads: any. In a forked child every call is a StateError.
 
     Args:
@@ -106,17 +113,30 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         address: "ip:port" or "[ipv6]:port" of the store.
         namespace: Of :func:`llm_datadist.store.namespace`, 32 bytes.
         options: Default: None, those of :class:`StoreOptions`.
+        ranks: Namespaces of all ranks of one engine in rank order, ``namespace`` among them, at most 64. The store
+            counts and displaces them as one namespace, whose memory they share equally. If that is too little, lookups
+            are misses and saves store nothing; the log says so at each link. Default: empty, ``namespace`` only.
 
     Raises:
-        TypeError, ParamError: An argument of a wrong type, a malformed address, a namespace not of 32 bytes.
+        TypeError, ParamError: An argument of a wrong type, a malformed address, a namespace not of 32 bytes, ``ranks``
+            that repeat one or lack ``namespace``.
         NotInitialized: ``datadist`` is not initialised.
     """
 
     def __init__(
-        self, datadist: LLMDataDist, address: str, namespace: bytes, options: StoreOptions | None = None
+        self,
+        datadist: LLMDataDist,
+        address: str,
+        namespace: bytes,
+        options: StoreOptions | None = None,
+        *,
+        ranks: Sequence[bytes] = (),
     ) -> None:
         given = StoreOptions() if options is None else check_type("options", options, StoreOptions)
-        check_rule(len(check_type("namespace", namespace, bytes)) == 32, "namespace: it must have 32 bytes")
+        self._ranks = list(check_list("ranks", ranks, bytes)) or [check_type("namespace", namespace, bytes)]
+        check_rule(all(len(each) == 32 for each in (namespace, *self._ranks)), "namespace: it must have 32 bytes")
+        different = len(set(self._ranks)) == len(self._ranks) <= messages.MAX_RANKS
+        check_rule(different and namespace in self._ranks, "ranks: not up to 64 different ones with namespace")
         self._manager = check_type("datadist", datadist, LLMDataDist).cache_manager
         self._datadist = datadist
         self._namespace = namespace
@@ -129,8 +149,14 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         self._linked = threading.Event()
         self._closed = False
         self._resume_at = 0.0  # monotonic; no question before
+        self._skipped_for = ""  # reason of ``_resume_at``
         self._late = 0  # answers in a row
+        self._generation = bytes(16)  # of the namespace, as last told
         self._warned = ""
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()  # lookups
+        self._refused: Counter[str] = Counter()  # keys of saves
         weak = weakref.proxy(self)  # the thread of a client that its caller never got, or dropped, ends
         self._dialler = threading.Thread(target=_dial, args=(weak,), name="llm-datadist-store-dial", daemon=True)
         self._dialler.start()
@@ -155,43 +181,82 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             TypeError, ParamError: ``keys`` is not a list or tuple of bytes, each of 1 to 64.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
-        checked, deadline = _check_keys(keys), Deadline(self._options.lookup_ms)
-        found: list[messages.Found] = []
-        try:
-            for begin in range(0, len(checked), messages.MAX_LOOKUP_KEYS):
-                part = list(checked[begin : begin + messages.MAX_LOOKUP_KEYS])
-                if not self._usable("lookup") or not self._look_up(part, found, deadline):
-                    break
-        except BaseException:
-            self.release(Hit(self._namespace, found, held=True))
-            raise
-        return Hit(self._namespace, found, held=True)
+        hits = self._look_up([self._namespace], keys, self._options.lookup_ms)
+        return hits[0] if hits else Hit(self._namespace)
 
-    def _look_up(self, keys: list[bytes], found: list[messages.Found], deadline: Deadline) -> bool:
-        """Ask for the next keys of a run, and add the answer; return False at the end of the run."""
-        token = secrets.token_bytes(16)
+    def lookup_ranks(self, keys: Sequence[bytes], timeout_ms: int | None = None) -> list[Hit]:
+        """Return the leading run of ``keys`` that the store has for all ranks: equally long hits, one of each rank.
+
+        Args:
+            timeout_ms: Milliseconds of the call. Default: ``lookup_ms`` of the options.
+
+        Returns:
+            Hits in rank order, which :meth:`release` ends one by one; empty for a miss.
+
+        Raises:
+            TypeError, ParamError, StateError: As :meth:`lookup`.
+        """
+        return self._look_up(self._ranks, keys, self._options.lookup_ms if timeout_ms is None else timeout_ms)
+
+    def _look_up(self, namespaces: list[bytes], keys: Sequence[bytes], timeout_ms: int) -> list[Hit]:
+        checked, why = _check_keys(keys), "absent"
+        check_timeout(timeout_ms)
+        deadline = Deadline(timeout_ms)
+        step = messages.MAX_LOOKUP_KEYS // len(namespaces)
+        found: list[list[messages.Found]] = [[] for _ in namespaces]
         try:
-            body = messages.Lookup(self._namespace, keys, token).encode()
-            answer = self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1)
+            for begin in range(0, len(checked), step):
+                why = self._ask_for(namespaces, list(checked[begin : begin + step]), found, deadline)
+                if why:
+                    break
+            hits = [Hit(name, parts, held=True) for name, parts in zip(namespaces, found, strict=True) if parts]
+            self._count(self._misses, "" if hits else why, lookups=1, hits=len(hits) > 0)
+        except BaseException:
+            self._release_all([Hit(name, parts, held=True) for name, parts in zip(namespaces, found, strict=True)])
+            raise
+        return hits
+
+    def _ask_for(
+        self, namespaces: list[bytes], keys: list[bytes], found: list[list[messages.Found]], deadline: Deadline
+    ) -> str:
+        """Ask for the next keys of a run, and add the answer; return why the run ends with it, if it does."""
+        if why := self._skipped("lookup"):
+            return why
+        tokens = [secrets.token_bytes(16) for _ in namespaces]
+        try:
+            body = messages.Lookup(namespaces, keys, tokens).encode()
+            run = self._learn(namespaces, self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1))
             self._require_own("lookup")  # after the answer: it came over that link
-            part = messages.decode(messages.Found, answer, self._what)
-            if part == messages.NOTHING:
-                return False
-            hit = Hit(self._namespace, [*found, part])
-            check_rule(hit.counts[-1] <= len(keys), f"{self._what} found {hit.counts[-1]} of {len(keys)} keys")
-            grant = hit.grants[-1]
-            own = self._options.store_id, self._store, token
-            right = (grant.cluster_id, grant.incarnation.hex(), grant.token) == own
-            check_rule(right, f"{self._what} answered with {grant!r}, which is not its own, or not for this lookup")
+            if not run.found:
+                return "absent"
+            check_rule(len(run.found) == len(namespaces), f"{self._what} answered for {len(run.found)} namespaces")
+            hits = [Hit(b"", [*before, part]) for before, part in zip(found, run.found, strict=True)]
+            count = hits[0].counts[-1]
+            for hit, token in zip(hits, tokens, strict=True):
+                equal = hit.counts[-1] == count <= len(keys)
+                check_rule(equal, f"{self._what} found {hit.counts[-1]} of {len(keys)} keys, or other numbers of ranks")
+                grant = hit.grants[-1]
+                own = self._options.store_id, self._store, token
+                right = (grant.cluster_id, grant.incarnation.hex(), grant.token) == own
+                check_rule(right, f"{self._what} answered with {grant!r}, which is not its own, or not for this lookup")
         except BaseException as error:
             # The answer may be on its way, or be none of a sound store.
-            self._manager.release_grant(self._options.store_id, token)
+            for token in tokens:
+                self._manager.release_grant(self._options.store_id, token)
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
-            self._note(error)
-            return False
-        found.append(part)
-        return hit.counts[-1] == len(keys)
+            why = self._note(error)
+            return why if why in _MISSES else "gone"
+        for before, part in zip(found, run.found, strict=True):
+            before.append(part)
+        return "" if count == len(keys) else "absent"
+
+    def _learn(self, namespaces: list[bytes], answer: bytes) -> messages.Run:
+        """Return the answer to a lookup, and keep the generation of the own namespace."""
+        run = messages.decode(messages.Run, answer, self._what)
+        check_rule(len(run.generations) == len(namespaces), f"{self._what} told {len(run.generations)} generations")
+        self._generation = run.generations[namespaces.index(self._namespace)]
+        return run
 
     def load(self, hit: Hit, cache: Cache, blocks: BlockNumbers, *, release: bool = True) -> None:
         """Load the blocks of a hit: key i of the hit into ``blocks[i]`` of ``cache``.
@@ -267,12 +332,16 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 for grant in hit.grants:
                     self._manager.release_grant(grant.cluster_id, grant.token)
 
+    def _release_all(self, hits: list[Hit]) -> None:
+        for hit in hits:
+            self.release(hit)
+
     def save(self, keys: Sequence[bytes], cache: Cache, blocks: BlockNumbers) -> int:
         """Have the store pull block ``blocks[i]`` of ``cache`` under ``keys[i]``; return the number newly stored.
 
         Keys that the store has, or is being given, are not moved again. The caller must not write the blocks until the
         call ends; then the store cannot read them. Fewer keys are stored if the store has no room, or is lost, stopped
-        or busy, or if its pull fails.
+        or busy, if its pull fails, or if the namespace was emptied (:meth:`clear`).
 
         Args:
             keys: One for each block, of 1 to 64 bytes.
@@ -284,35 +353,87 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             CacheNotFound: The cache was freed.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
+        generation = self._generation  # of the beginning: nothing is stored after a later `clear`
         checked, indices = _check_keys(keys), parse_indices("blocks", blocks)
         check_rule(len(checked) == len(indices), f"blocks: {len(indices)} for {len(checked)} keys")
         shape = shape_of(check_type("cache", cache, Cache))
         block_bytes = shape.tensors * cache.cache_desc.size // cache.cache_desc.shape[0]
         step = max(1, min(messages.MAX_SAVE_KEYS, _SAVE_BYTES // block_bytes))
-        stored = 0
+        stored, why, begin = 0, "", 0
         for begin in range(0, len(checked), step):
             part = slice(begin, begin + step)
-            if not self._usable("save"):
+            if why := self._skipped("save"):
                 break
             try:
-                stored += self._save(list(checked[part]), shape, cache, indices[part])
+                saved = self._save(list(checked[part]), shape, cache, indices[part], generation)
             except LLMException as error:
                 if isinstance(error, (ParamError, CacheNotFound, StateError)):
                     raise
-                self._note(error)  # of the pull, too: its error comes by status
+                why = self._note(error)  # of the pull, too: its error comes by status
                 break
+            if saved.generation != generation:
+                self._generation, why = saved.generation, "cleared"
+                break
+            stored += saved.count
+            self._count(self._refused, "busy", saved.left)
+        self._count(self._refused, why, len(checked) - begin, keys=len(checked), stored=stored)
         return stored
 
-    def _save(self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices) -> int:
+    def _save(
+        self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices, generation: bytes
+    ) -> messages.Saved:
         grant = cache.grant(blocks, None, peer=self._options.store_id)
         try:
             # After the grant, which ends with the link: no other process that took the store's place may use it.
             self._require_own("save")
-            body = messages.Save(self._namespace, shape, keys, blocks.tolist(), grant.to_bytes()).encode()
+            lent, rank = grant.to_bytes(), self._ranks.index(self._namespace)
+            body = messages.Save(self._ranks, rank, generation, shape, keys, blocks.tolist(), lent).encode()
             answer = self._ask(messages.SAVE, body, self._options.save_ms)
         finally:
             grant.revoke()  # before this call ends: nobody reads the blocks any more
-        return messages.decode(messages.Saved, answer, self._what).count
+        return messages.decode(messages.Saved, answer, self._what)
+
+    def clear(self, timeout_ms: int = 1000) -> bool:
+        """Empty the namespaces of all ranks; return True once the store has done it.
+
+        Afterwards no lookup finds what was saved before. Hits that were not released can still be loaded. A save stores
+        nothing that began before the call, wherever it waits; nor does one of a client that the store has told nothing
+        since, so the next save of each other client may store nothing.
+
+        Returns:
+            False if the store is not linked, refused, or did not answer in time; it may be done later.
+
+        Raises:
+            TypeError, ParamError: A bad ``timeout_ms``.
+            StateError: The client is closed, or its LLMDataDist finalized.
+        """
+        check_timeout(timeout_ms)
+        if not self._has_link("clear"):
+            return False
+        body = messages.Clear([shown(each) for each in self._ranks]).encode()
+        try:
+            answer = self._ask(messages.CLEAR, body, timeout_ms)
+            self._require_own("clear")
+            self._generation = messages.decode(messages.Cleared, answer, self._what).generation
+        except LLMException as error:
+            if isinstance(error, StateError):
+                raise
+            self._note(error)
+            return False
+        return True
+
+    def statistics(self) -> StoreClientStatistics:
+        """Return the present figures."""
+        with self._counting:
+            counts = {name: self._counts[name] for name in ("lookups", "hits", "keys", "stored")}
+            misses = {why: self._misses[why] for why in _MISSES}
+            return StoreClientStatistics(**counts, misses=misses, refused={why: self._refused[why] for why in _REFUSED})
+
+    def _count(self, reasons: Counter[str], why: str, number: int = 1, **counts: int) -> None:
+        with self._counting:
+            self._counts.update(counts)
+            if why:
+                reasons[why] += number
 
     def events(self, after: Events = NO_EVENTS) -> Events:
         """Return the next events of this client's namespace.
@@ -327,7 +448,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             LLMException: The store is not linked, or did not answer.
         """
         place = check_type("after", after, Events)
-        if not self._usable("events"):
+        if self._skipped("events"):
             raise NotLinked(f"events: the {self._what} is not linked, or did not answer just now")
         body = messages.EventsAfter(self._namespace, place.incarnation, place.last).encode()
         answer = self._ask(messages.EVENTS, body, self._options.save_ms)
@@ -340,6 +461,10 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         """
         if not put_off(self._end):
             self._end()
+
+    def __enter__(self) -> Self:
+        self.connect(_ENTER_SECONDS)
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -357,10 +482,17 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         self._late = 0
         return answer
 
-    def _usable(self, call: str) -> bool:
+    def _skipped(self, call: str) -> str:
+        """Return the reason why a call does not ask the store, or an empty text."""
+        if not self._has_link(call):
+            return "gone"
+        return self._skipped_for if time.monotonic() < self._resume_at else ""
+
+    def _has_link(self, call: str) -> bool:
         if self._closed:
             raise StateError(f"{call}: this StoreClient is closed")
-        if not self._linked.is_set() or time.monotonic() < self._resume_at:
+        if not self._linked.is_set():
+            self._warn("not linked; until it is, lookups are misses and saves store nothing")
             return False
         if not (own := self._is_own()):
             self._dial_again()  # the link has ended, or is of another process now
@@ -378,10 +510,12 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         self._linked.clear()
         self._wanted.set()
 
-    def _note(self, error: LLMException) -> None:
-        """Remember a failure: dial again, or leave the store alone for a while."""
+    def _note(self, error: LLMException) -> str:
+        """Remember a failure: dial again, or leave the store alone for a while. Return the reason for statistics."""
         busy = error.status_code is LLMStatusCode.LLM_LINK_BUSY
         late = isinstance(error, DeadlineExceeded)
+        lost = isinstance(error, (LinkError, GrantEnded)) and not busy
+        why = "busy" if busy else "late" if late else "gone" if lost else "failed"
         self._late = self._late + 1 if late else 0
         if isinstance(error, LinkError) and not busy:
             self._dial_again()
@@ -389,6 +523,8 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             self._warn(f"{_LATE_IN_A_ROW} late answers in a row, the last one: {error}" if late else named(error))
             if not busy:
                 self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
+                self._skipped_for = why
+        return why
 
     def _warn(self, text: str) -> None:
         if text != self._warned:
@@ -406,7 +542,9 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 if not self._found():
                     # Its status does not tell: another process may be linked under this cluster id.
                     self._datadist.link_clusters([self._cluster], _DIAL_MS)
-                self._store = self._found()
+                if (store := self._found()) and (store != self._store or not self._linked.is_set()):
+                    store = store if self._open() else ""
+                self._store = store
             except StateError:
                 return  # finalized
             except Exception as error:  # noqa: BLE001 (as a lack of memory: it is tried again)
@@ -421,6 +559,22 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 self._linked.set()
             # A call may have noticed the end of the link before the link itself has: look once more.
             self._wanted.wait(_LOOK_PAUSE if linked else pause)
+
+    def _open(self) -> bool:
+        """Ask for the generation; return False without an answer. The log says if the store refuses so many ranks."""
+        self._warned = ""
+        try:
+            body = messages.Lookup(self._ranks, [], []).encode()
+            self._learn(self._ranks, self._ask(messages.LOOKUP, body, _DIAL_MS))
+        except (LinkError, DeadlineExceeded) as error:
+            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
+                return False
+            self._warn(str(error))
+        except StateError:
+            raise
+        except LLMException as error:
+            self._warn(named(error))
+        return True
 
     def _found(self) -> str:
         """Return the incarnation of the process that answered at the store's address, while it is linked."""

@@ -84,7 +84,7 @@ class _Space:
         self.cache = cache
         self.slots = Slots(count)
         self.nonce = secrets.token_bytes(16)
-        self.log = self._new_log()
+        self.log = self.new_log()
         self.loads = 0  # hits that were not released
         self.lent: dict[Reader, Readers] = {}  # while it has slots
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
@@ -93,13 +93,8 @@ class _Space:
         tenant, _ = self.name
         return self.shown + (f" of tenant {tenant}" if tenant else "")
 
-    def _new_log(self) -> EventLog:
+    def new_log(self) -> EventLog:
         return EventLog(max(_FEW_KEYS, _LOGGED * self.slots.count))
-
-    def clear(self) -> None:
-        """Forget all keys. Who follows the events begins anew."""
-        self.counts.update(cleared=1, removed=self.slots.clear())
-        self.log = self._new_log()
 
     def room_for(self, reader: Reader, slots: Numbers) -> Numbers:
         """Return the leading slots that a reader may hold: half of all at most, however often."""
@@ -381,8 +376,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         """Raise LinkError (``LLM_LINK_BUSY``) if a namespace cannot be shared by so many ranks."""
         if self._share >> _PAGE_SHIFT < ranks:
             raise busy(
-                f"{ranks} ranks need {ranks << _PAGE_SHIFT} bytes or more, a namespace of this store has {self._share}; "
-                "start it with more memory, or with fewer namespaces"
+                f"{ranks} ranks need {ranks << _PAGE_SHIFT} bytes or more, a namespace of this store has "
+                f"{self._share}; start it with more memory, or with fewer namespaces"
             )
 
     def _space(self, name: Name, asked: messages.Save) -> _Space:
@@ -449,10 +444,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             group = min(idle, key=lambda each: each.used)
             del self._groups[group.ranks]
             for space in group.spaces:
-                del self._spaces[space.name]
-            self._cleared += len(group.spaces)
+                self._forget(space)
         for space in group.spaces:
             self._manager.deallocate_blocks_cache(space.cache)
+
+    def _forget(self, space: _Space) -> None:
+        """Under the lock."""
+        del self._spaces[space.name]
+        self._cleared += 1
 
     def _on_clear(self, question: PeerQuestion) -> None:
         asked = _body(messages.Clear, question, "push")
@@ -469,8 +468,13 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     def _clear(self, spaces: list[_Space], generation: bytes) -> bytes:
         for space in spaces:
             with self._lock:
-                space.clear()
+                self._empty(space)
         return messages.Cleared(len(spaces), generation).encode()
+
+    def _empty(self, space: _Space) -> None:
+        """Under the lock: forget all keys. Who follows the events begins anew."""
+        space.counts.update(cleared=1, removed=space.slots.clear())
+        space.log = space.new_log()
 
     # --- wrong bytes, events, statistics ------------------------------------------------------------------------------
 
