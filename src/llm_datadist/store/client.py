@@ -155,8 +155,6 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         self._warned = ""
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()  # lookups
-        self._refused: Counter[str] = Counter()  # keys of saves
         weak = weakref.proxy(self)  # the thread of a client that its caller never got, or dropped, ends
         self._dialler = threading.Thread(target=_dial, args=(weak,), name="llm-datadist-store-dial", daemon=True)
         self._dialler.start()
@@ -210,7 +208,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 if why:
                     break
             hits = [Hit(name, parts, held=True) for name, parts in zip(namespaces, found, strict=True) if parts]
-            self._count(self._misses, "" if hits else why, lookups=1, hits=len(hits) > 0)
+            self._count("miss " + why if not hits else "hits", lookups=1)
         except BaseException:
             self._release_all([Hit(name, parts, held=True) for name, parts in zip(namespaces, found, strict=True)])
             raise
@@ -375,8 +373,8 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 self._generation, why = saved.generation, "cleared"
                 break
             stored += saved.count
-            self._count(self._refused, "busy", saved.left)
-        self._count(self._refused, why, len(checked) - begin, keys=len(checked), stored=stored)
+            self._count("refused busy", saved.left)
+        self._count("refused " + why, len(checked) - begin, keys=len(checked), stored=stored)
         return stored
 
     def _save(
@@ -426,14 +424,13 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         """Return the present figures."""
         with self._counting:
             counts = {name: self._counts[name] for name in ("lookups", "hits", "keys", "stored")}
-            misses = {why: self._misses[why] for why in _MISSES}
-            return StoreClientStatistics(**counts, misses=misses, refused={why: self._refused[why] for why in _REFUSED})
+            misses = {why: self._counts["miss " + why] for why in _MISSES}
+            refused = {why: self._counts["refused " + why] for why in _REFUSED}
+        return StoreClientStatistics(**counts, misses=misses, refused=refused)
 
-    def _count(self, reasons: Counter[str], why: str, number: int = 1, **counts: int) -> None:
+    def _count(self, what: str, number: int = 1, **more: int) -> None:
         with self._counting:
-            self._counts.update(counts)
-            if why:
-                reasons[why] += number
+            self._counts.update({what: number} | more)
 
     def events(self, after: Events = NO_EVENTS) -> Events:
         """Return the next events of this client's namespace.
@@ -512,16 +509,14 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
 
     def _note(self, error: LLMException) -> str:
         """Remember a failure: dial again, or leave the store alone for a while. Return the reason for statistics."""
-        busy = error.status_code is LLMStatusCode.LLM_LINK_BUSY
-        late = isinstance(error, DeadlineExceeded)
-        lost = isinstance(error, (LinkError, GrantEnded)) and not busy
-        why = "busy" if busy else "late" if late else "gone" if lost else "failed"
-        self._late = self._late + 1 if late else 0
-        if isinstance(error, LinkError) and not busy:
+        why = _reason(error)
+        self._late = self._late + 1 if why == "late" else 0
+        if isinstance(error, LinkError) and why == "gone":
             self._dial_again()
-        elif not isinstance(error, GrantEnded) and (not late or self._late >= _LATE_IN_A_ROW):
-            self._warn(f"{_LATE_IN_A_ROW} late answers in a row, the last one: {error}" if late else named(error))
-            if not busy:
+        elif why in ("busy", "failed") or self._late >= _LATE_IN_A_ROW:
+            many = f"{_LATE_IN_A_ROW} late answers in a row, the last one: {error}"
+            self._warn(many if why == "late" else named(error))
+            if why != "busy":
                 self._resume_at, self._late = time.monotonic() + self._options.pause_seconds, 0
                 self._skipped_for = why
         return why
@@ -566,13 +561,11 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         try:
             body = messages.Lookup(self._ranks, [], []).encode()
             self._learn(self._ranks, self._ask(messages.LOOKUP, body, _DIAL_MS))
-        except (LinkError, DeadlineExceeded) as error:
-            if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
-                return False
-            self._warn(str(error))
-        except StateError:
-            raise
         except LLMException as error:
+            if isinstance(error, StateError):
+                raise
+            if _reason(error) in ("gone", "late"):
+                return False
             self._warn(named(error))
         return True
 
@@ -596,6 +589,14 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
 def _dial(client: StoreClient) -> None:
     with suppress(ReferenceError):
         StoreClient._dial(client)  # noqa: SLF001 (of this module; the client is a proxy)
+
+
+def _reason(error: LLMException) -> str:
+    """Return the reason of a failure, as statistics name it."""
+    if error.status_code is LLMStatusCode.LLM_LINK_BUSY:
+        return "busy"
+    lost = isinstance(error, (LinkError, GrantEnded))
+    return "late" if isinstance(error, DeadlineExceeded) else "gone" if lost else "failed"
 
 
 def shape_of(cache: Cache) -> BlockShape:

@@ -62,23 +62,14 @@ class _Emptied(Exception):
     """A namespace was emptied after a save had begun."""
 
 
-class _Group:
-    """Namespaces of one engine, which count, fit and are displaced as one. Threads: under the lock of the server."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.spaces: list[_Space] = []  # of ranks that have saved
-        self.used = time.monotonic()
-
-
 class _Space:
     """A namespace's slots. Threads: under the lock of the server, except ``cache``, ``shape`` and ``nonce``."""
 
-    group: _Group
     generation: bytes  # random, another one whenever it is emptied
 
-    def __init__(self, name: Name, shape: BlockShape, cache: Cache, count: int) -> None:
+    def __init__(self, name: Name, ranks: Ranks, shape: BlockShape, cache: Cache, count: int) -> None:
         self.name = name
+        self.ranks = ranks  # its engine's
         self.shown = shown(name[1])
         self.shape = shape
         self.cache = cache
@@ -172,7 +163,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         self._making = threading.Lock()  # held while a namespace gets its memory
         self._examining = threading.Lock()  # held by a suspicion: more at once keep the control thread waiting
         self._spaces: dict[Name, _Space] = {}
-        self._groups: dict[Ranks, _Group] = {}
+        self._used: dict[Ranks, float] = {}  # monotonic time of the last use; ranks of an engine count as one
         #: Of a tenant's namespaces that are not there.
         self._absent: defaultdict[str, bytes] = defaultdict(partial(secrets.token_bytes, 16))
         self._lent: Counter[Reader] = Counter()  # bytes of hits
@@ -257,7 +248,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         now, there, runs = time.monotonic(), [space for space in spaces if space is not None], []
         for space in there:
             runs.append(space.slots.run(keys))
-            space.group.used = now
+            self._used[space.ranks] = now
             space.counts.update(lookups=1, asked=len(keys), found=len(runs[-1]))
         count = min(map(len, runs)) if len(there) == len(spaces) else 0
         if not count:
@@ -336,7 +327,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
                 if self._spaces.get(name) is not space:
                     continue  # displaced
                 self._require_generation(name, asked)
-                space.group.used = time.monotonic()
+                self._used[space.ranks] = time.monotonic()
                 filling = space.slots.fill(asked.keys)
                 self._tell("removed", space, filling.evicted)
                 return space, filling
@@ -385,12 +376,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         if (space := self._spaces.get(name)) is None:
             with self._making:
                 if (space := self._spaces.get(name)) is None:
-                    ranks = name[0], tuple(asked.ranks)
-                    space = self._make(name, ranks, asked.shape)
+                    space = self._make(name, (name[0], tuple(asked.ranks)), asked.shape)
                     with self._lock:
                         space.generation = self._absent[name[0]]
-                        space.group = self._groups.setdefault(ranks, _Group(ranks))
-                        space.group.spaces.append(space)
+                        self._used[space.ranks] = time.monotonic()
                         self._spaces[name] = space
         if space.shape != asked.shape:
             raise CacheMismatch(f"namespace {space} has {space.shape}; the saved cache has {asked.shape}")
@@ -421,31 +410,33 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
                 self._displace(ranks)
-        return _Space(name, shape, cache, count)
+        return _Space(name, ranks, shape, cache, count)
 
     def _full(self, ranks: Ranks) -> bool:
         """Return True if a tenant needs the place of another namespace of its own: a named one has half of them."""
         tenant = ranks[0]
         with self._lock:
-            own = sum(each == tenant for each, _ in self._groups)
-            full = len(self._groups) >= self._most or (tenant != "" and own >= max(1, self._most // 2))
-            return full and ranks not in self._groups
+            own = sum(each == tenant for each, _ in self._used)
+            full = len(self._used) >= self._most or (tenant != "" and own >= max(1, self._most // 2))
+            return full and ranks not in self._used
 
     def _displace(self, ranks: Ranks) -> None:
         """Give up the tenant's other namespace that was used least recently; LinkError if all are in use."""
-        tenant = ranks[0]
+        tenant, before = ranks[0], time.monotonic() - self._KEPT_SECONDS
         with self._lock:
-            before = time.monotonic() - self._KEPT_SECONDS
-            others = [each for each in self._groups.values() if each.ranks[0] == tenant and each.ranks != ranks]
-            idle = [g for g in others if g.used <= before and all(each.slots.idle() for each in g.spaces)]
-            if not idle:
+            used = {each: at for each, at in self._used.items() if each[0] == tenant and each != ranks and at <= before}
+            for space in self._spaces.values():
+                if not space.slots.idle():
+                    used.pop(space.ranks, None)
+            if not used:
                 whose = f"tenant {tenant} has none that it could give up" if tenant else "all are in use"
                 raise busy(f"this store has {self._most} namespaces, and {whose}; start it with more")
-            group = min(idle, key=lambda each: each.used)
-            del self._groups[group.ranks]
-            for space in group.spaces:
+            least = min(used, key=used.__getitem__)
+            del self._used[least]
+            gone = [each for each in self._spaces.values() if each.ranks == least]
+            for space in gone:
                 self._forget(space)
-        for space in group.spaces:
+        for space in gone:
             self._manager.deallocate_blocks_cache(space.cache)
 
     def _forget(self, space: _Space) -> None:
