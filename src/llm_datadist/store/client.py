@@ -113,7 +113,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         address: "ip:port" or "[ipv6]:port" of the store.
         namespace: Of :func:`llm_datadist.store.namespace`, 32 bytes.
         options: Default: None, those of :class:`StoreOptions`.
-        ranks: Namespaces of all ranks of one engine in rank order, ``namespace`` among them, at most 64. The store
+        ranks: Namespaces of all ranks of one engine in rank order, ``namespace`` among them, at most 16. The store
             counts and displaces them as one namespace, whose memory they share equally. If that is too little, lookups
             are misses and saves store nothing; the log says so at each link. Default: empty, ``namespace`` only.
 
@@ -133,10 +133,10 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         ranks: Sequence[bytes] = (),
     ) -> None:
         given = StoreOptions() if options is None else check_type("options", options, StoreOptions)
-        self._ranks = list(check_list("ranks", ranks, bytes)) or [check_type("namespace", namespace, bytes)]
-        check_rule(all(len(each) == 32 for each in (namespace, *self._ranks)), "namespace: it must have 32 bytes")
-        different = len(set(self._ranks)) == len(self._ranks) <= messages.MAX_RANKS
-        check_rule(different and namespace in self._ranks, "ranks: not up to 64 different ones with namespace")
+        names = self._ranks = list(check_list("ranks", ranks, bytes)) or [check_type("namespace", namespace, bytes)]
+        check_rule({len(each) for each in names} == {32}, "namespace, ranks: each must have 32 bytes")
+        right = namespace in names and len(set(names)) == len(names) <= messages.MAX_RANKS
+        check_rule(right, f"ranks: up to {messages.MAX_RANKS} different ones are needed, namespace among them")
         self._manager = check_type("datadist", datadist, LLMDataDist).cache_manager
         self._datadist = datadist
         self._namespace = namespace
@@ -179,8 +179,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             TypeError, ParamError: ``keys`` is not a list or tuple of bytes, each of 1 to 64.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
-        hits = self._look_up([self._namespace], keys, self._options.lookup_ms)
-        return hits[0] if hits else Hit(self._namespace)
+        return self._look_up([self._namespace], keys, self._options.lookup_ms)[0]
 
     def lookup_ranks(self, keys: Sequence[bytes], timeout_ms: int | None = None) -> list[Hit]:
         """Return the leading run of ``keys`` that the store has for all ranks: equally long hits, one of each rank.
@@ -194,45 +193,41 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         Raises:
             TypeError, ParamError, StateError: As :meth:`lookup`.
         """
-        return self._look_up(self._ranks, keys, self._options.lookup_ms if timeout_ms is None else timeout_ms)
+        hits = self._look_up(self._ranks, keys, self._options.lookup_ms if timeout_ms is None else timeout_ms)
+        return hits if len(hits[0]) else []
 
     def _look_up(self, namespaces: list[bytes], keys: Sequence[bytes], timeout_ms: int) -> list[Hit]:
         checked, why = _check_keys(keys), "absent"
         check_timeout(timeout_ms)
-        deadline = Deadline(timeout_ms)
-        step = messages.MAX_LOOKUP_KEYS // len(namespaces)
-        found: list[list[messages.Found]] = [[] for _ in namespaces]
+        deadline, step = Deadline(timeout_ms), messages.MAX_LOOKUP_KEYS // len(namespaces)
+        hits = [Hit(name) for name in namespaces]
         try:
             for begin in range(0, len(checked), step):
-                why = self._ask_for(namespaces, list(checked[begin : begin + step]), found, deadline)
+                hits, why = self._longer(hits, list(checked[begin : begin + step]), deadline)
                 if why:
                     break
-            hits = [Hit(name, parts, held=True) for name, parts in zip(namespaces, found, strict=True) if parts]
-            self._count("miss " + why if not hits else "hits", lookups=1)
+            self._count("hits" if len(hits[0]) else f"miss {why}", lookups=1)
         except BaseException:
-            self._release_all([Hit(name, parts, held=True) for name, parts in zip(namespaces, found, strict=True)])
+            self._release_all(hits)
             raise
         return hits
 
-    def _ask_for(
-        self, namespaces: list[bytes], keys: list[bytes], found: list[list[messages.Found]], deadline: Deadline
-    ) -> str:
-        """Ask for the next keys of a run, and add the answer; return why the run ends with it, if it does."""
+    def _longer(self, hits: list[Hit], keys: list[bytes], deadline: Deadline) -> tuple[list[Hit], str]:
+        """Ask for the next keys of a run; return the hits with the answer, and why the run ends there, if it does."""
         if why := self._skipped("lookup"):
-            return why
-        tokens = [secrets.token_bytes(16) for _ in namespaces]
+            return hits, why
+        names, tokens = [hit.namespace for hit in hits], [secrets.token_bytes(16) for _ in hits]
         try:
-            body = messages.Lookup(namespaces, keys, tokens).encode()
-            run = self._learn(namespaces, self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1))
+            body = messages.Lookup(names, keys, tokens).encode()
+            run = self._learn(names, self._ask(messages.LOOKUP, body, deadline.remaining_ms() or 1))
             self._require_own("lookup")  # after the answer: it came over that link
             if not run.found:
-                return "absent"
-            check_rule(len(run.found) == len(namespaces), f"{self._what} answered for {len(run.found)} namespaces")
-            hits = [Hit(b"", [*before, part]) for before, part in zip(found, run.found, strict=True)]
-            count = hits[0].counts[-1]
-            for hit, token in zip(hits, tokens, strict=True):
-                equal = hit.counts[-1] == count <= len(keys)
-                check_rule(equal, f"{self._what} found {hit.counts[-1]} of {len(keys)} keys, or other numbers of ranks")
+                return hits, "absent"
+            longer = [hit.longer(found) for hit, found in zip(hits, run.found, strict=False)]
+            counts = [hit.counts[-1] for hit in longer]
+            right = len(run.found) == len(hits) and len(set(counts)) == 1 and counts[0] <= len(keys)
+            check_rule(right, f"{self._what} found {counts} of {len(keys)} keys in {len(hits)} namespaces")
+            for hit, token in zip(longer, tokens, strict=True):
                 grant = hit.grants[-1]
                 own = self._options.store_id, self._store, token
                 right = (grant.cluster_id, grant.incarnation.hex(), grant.token) == own
@@ -243,11 +238,8 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 self._manager.release_grant(self._options.store_id, token)
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
-            why = self._note(error)
-            return why if why in _MISSES else "gone"
-        for before, part in zip(found, run.found, strict=True):
-            before.append(part)
-        return "" if count == len(keys) else "absent"
+            return hits, self._note(error).replace("failed", "gone")
+        return longer, "" if counts[0] == len(keys) else "absent"
 
     def _learn(self, namespaces: list[bytes], answer: bytes) -> messages.Run:
         """Return the answer to a lookup, and keep the generation of the own namespace."""

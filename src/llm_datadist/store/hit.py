@@ -56,6 +56,10 @@ class Hit:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def longer(self, found: Found) -> Hit:
+        """Return this hit and the run that follows, to be released instead of it."""
+        return Hit(self.namespace, [*self._parts, found], held=True)
+
     def to_bytes(self) -> bytes:
         """Return the hit as bytes, for another process that is linked to the same store."""
         return HitCopy(self.namespace, self._parts).encode()

@@ -19,7 +19,7 @@ CLEAR: Final = "llm_datadist.store clear"
 #: Keys of one question, for a lookup in all its namespaces together, and bytes of one key. The store answers within a
 #: millisecond of its control thread.
 MAX_LOOKUP_KEYS: Final = 1024
-MAX_RANKS: Final = 64
+MAX_RANKS: Final = 16
 MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
 _MAX_GRANT: Final = 9 * MAX_SAVE_KEYS + 128  # bytes of a grant of so many blocks

@@ -75,7 +75,7 @@ class _Space:
         self.cache = cache
         self.slots = Slots(count)
         self.nonce = secrets.token_bytes(16)
-        self.log = self.new_log()
+        self.log = EventLog(max(_FEW_KEYS, _LOGGED * count))
         self.loads = 0  # hits that were not released
         self.lent: dict[Reader, Readers] = {}  # while it has slots
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
@@ -83,9 +83,6 @@ class _Space:
     def __str__(self) -> str:
         tenant, _ = self.name
         return self.shown + (f" of tenant {tenant}" if tenant else "")
-
-    def new_log(self) -> EventLog:
-        return EventLog(max(_FEW_KEYS, _LOGGED * self.slots.count))
 
     def room_for(self, reader: Reader, slots: Numbers) -> Numbers:
         """Return the leading slots that a reader may hold: half of all at most, however often."""
@@ -218,13 +215,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 
     def _on_lookup(self, question: PeerQuestion) -> bytes:
-        asked = _body(messages.Lookup, question, "pull", "push")
-        count = len(asked.namespaces)
-        self._require_room_of(count)
-        if asked.keys:
-            _require(question, "pull")
-            right = len(set(asked.namespaces)) == len(asked.tokens) == count
-            check_rule(right and count * len(asked.keys) <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
+        asked = _body(messages.Lookup, question, "pull")
+        count = self._require_room_of(asked.namespaces)
+        right = not asked.keys or len(set(asked.namespaces)) == len(asked.tokens) == count
+        check_rule(right and count * len(asked.keys) <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
         reader, names = (question.cluster_id, question.incarnation), [(question.tenant, n) for n in asked.namespaces]
         with self._lock:
             generations = [self._generation(name) for name in names]
@@ -297,7 +291,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         who, grant = f"cluster {question.cluster_id}", Grant.from_bytes(asked.grant)
         right = len(asked.keys) == len(asked.blocks) and asked.rank < len(asked.ranks)
         check_rule(right, f"{who} sent unequal numbers of keys and blocks, or a rank that is none")
-        self._require_room_of(len(asked.ranks))
+        self._require_room_of(asked.ranks)
         owner = grant.cluster_id, grant.incarnation.hex()
         wrong = f"{who} sent a grant of cluster {grant.cluster_id}, incarnation {owner[1]}"
         check_rule(owner == (question.cluster_id, question.incarnation), wrong)
@@ -363,13 +357,12 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         if self._generation(name) != asked.generation:
             raise _Emptied
 
-    def _require_room_of(self, ranks: int) -> None:
-        """Raise LinkError (``LLM_LINK_BUSY``) if a namespace cannot be shared by so many ranks."""
-        if self._share >> _PAGE_SHIFT < ranks:
-            raise busy(
-                f"{ranks} ranks need {ranks << _PAGE_SHIFT} bytes or more, a namespace of this store has "
-                f"{self._share}; start it with more memory, or with fewer namespaces"
-            )
+    def _require_room_of(self, ranks: list[bytes]) -> int:
+        """Return the number of ranks; LinkError (``LLM_LINK_BUSY``) if so many cannot share a namespace's memory."""
+        least, text = len(ranks) << _PAGE_SHIFT, "start it with more memory, or with fewer namespaces"
+        if self._share < least:
+            raise busy(f"{len(ranks)} ranks need {least} bytes, a namespace of this store has {self._share}; {text}")
+        return len(ranks)
 
     def _space(self, name: Name, asked: messages.Save) -> _Space:
         """Return a namespace, made with its first save. Raises CacheMismatch for another shape of blocks."""
@@ -448,8 +441,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         asked = _body(messages.Clear, question, "push")
         generation = secrets.token_bytes(16)
         with self._lock:
-            spaces = [each for each in self._spaces.values() if each.name[0] == question.tenant]
-            spaces = [each for each in spaces if not asked.namespaces or each.shown in asked.namespaces]
+            own = [each for each in self._spaces.values() if each.name[0] == question.tenant]
+            spaces = [each for each in own if each.shown in asked.namespaces] if asked.namespaces else own
             # From here on, before the answer, saves that have begun store nothing.
             self._absent[question.tenant] = generation
             for space in spaces:
@@ -465,7 +458,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     def _empty(self, space: _Space) -> None:
         """Under the lock: forget all keys. Who follows the events begins anew."""
         space.counts.update(cleared=1, removed=space.slots.clear())
-        space.log = space.new_log()
+        space.log = EventLog(space.log.most)
 
     # --- wrong bytes, events, statistics ------------------------------------------------------------------------------
 
@@ -533,16 +526,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         self.datadist.check_integrity()
 
 
-def _require(question: PeerQuestion, *rights: str) -> None:
-    """Raise ParamError if the policy gives the peer none of the rights."""
-    text = f"{PEER_POLICY} of the store does not allow cluster {question.cluster_id} to {' or '.join(rights)}"
-    check_rule(any(map(question.may, rights)), text)
-
-
-def _body(kind: type[B], question: PeerQuestion, *rights: str) -> B:
-    """Return the body of a question of a peer with one of the rights, else raise ParamError."""
-    _require(question, *rights)
-    return decode(kind, question.body, f"cluster {question.cluster_id}")
+def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
+    """Return a question's body. Raises ParamError if the policy does not give the peer that right."""
+    who = f"cluster {question.cluster_id}"
+    body = decode(kind, question.body, who)
+    opens = isinstance(body, messages.Lookup) and not body.keys  # who may only save does it, too
+    allowed = question.may(right) or (opens and question.may("push"))
+    check_rule(allowed, f"{PEER_POLICY} of the store does not allow {who} to {right}")
+    return body
 
 
 def _figures(space: _Space) -> NamespaceStatistics:
