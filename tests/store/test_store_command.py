@@ -90,3 +90,18 @@ def test_without_json_it_says_where_it_listens() -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[0] == ""
     assert process.returncode == 0
+
+
+def test_clear_empties_all_namespaces_of_a_running_store() -> None:
+    with started("--json") as (_, first), family_of() as family:
+        engine = family.child("engine")
+        engine.start("MIX", 7)
+        engine.do(make, "kv", e.SPEC, 7)
+        engine.do(e.open_client, "client", int(first["address"].rpartition(":")[2]), NS, {"store_id": STORE_ID})
+        assert engine.do(e.save, keys_of(0, 1, 2), [3, 4, 5]) == 3
+        done = run(*COMMAND, "clear", first["address"])
+        assert (done.returncode, done.stdout) == (0, "namespaces emptied: 1\n"), done.stderr
+        assert engine.do(e.look_up, keys_of(0)) == 0
+        done = run(*COMMAND, "clear", first["address"], "--cluster-id", "9")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "llm-datadist store clear: cluster 9 is not linked" in done.stderr

@@ -23,7 +23,7 @@ def end_loan(world: World) -> None:
 
 def ask_to_save(world: World, block: int, grant: bytes) -> int:
     body = messages.Save([e.NS], 0, e.generation(world), shape_of(world.caches["kv"]), [KEY], [block], grant).encode()
-    return messages.decode(messages.Saved, world.dd.ask(1, messages.SAVE, body), "the store").count
+    return messages.decode(messages.Done, world.dd.ask(1, messages.SAVE, body), "the store").count
 
 
 def test_a_client_cannot_have_the_store_pull_what_another_client_lends_it() -> None:

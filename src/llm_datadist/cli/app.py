@@ -11,7 +11,7 @@ from llm_datadist.cli.bench import bench
 from llm_datadist.cli.doctor import doctor
 from llm_datadist.cli.keys import keys
 from llm_datadist.cli.size import size
-from llm_datadist.cli.store import store
+from llm_datadist.cli.store import stores
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, about, answer, examples
 from llm_datadist.config import TRANSPORT
@@ -90,12 +90,6 @@ app.command(
     )
 )(size)
 app.command(
-    epilog=examples(
-        "llm-datadist store --memory 16GiB",
-        "llm-datadist store --memory 16GiB --namespaces 2 --metrics 9400 --json",
-    )
-)(store)
-app.command(
     epilog=examples("llm-datadist top", "llm-datadist top --once --json", "llm-datadist top --connect decode-7")
 )(top)
 app.command(
@@ -106,4 +100,5 @@ app.command(
         "llm-datadist doctor --peer 10.0.0.7:26000 --cluster-id 7 --secrets /etc/datadist/secrets",
     )
 )(doctor)
+app.add_typer(stores, name="store")
 app.add_typer(keys, name="keys")

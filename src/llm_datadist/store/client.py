@@ -142,7 +142,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         self._namespace = namespace
         self._options = given
         self._address = show_address(parse_listen_ip_info(address, "address"))
-        self._cluster = _cluster(given.store_id, address)
+        self._cluster = cluster_of(given.store_id, address)
         self._what = f"store at {address}"
         self._store = ""  # incarnation of the process that answered at the address
         self._wanted = threading.Event()  # it should dial, or end
@@ -206,7 +206,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 hits, why = self._longer(hits, list(checked[begin : begin + step]), deadline)
                 if why:
                     break
-            self._count("hits" if len(hits[0]) else f"miss {why}", lookups=1)
+            self._count("hits" if len(hits[0]) else f"miss {why}".replace("failed", "gone"), lookups=1)
         except BaseException:
             self._release_all(hits)
             raise
@@ -238,7 +238,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 self._manager.release_grant(self._options.store_id, token)
             if not isinstance(error, LLMException) or isinstance(error, StateError):
                 raise
-            return hits, self._note(error).replace("failed", "gone")
+            return hits, self._note(error)
         return longer, "" if counts[0] == len(keys) else "absent"
 
     def _learn(self, namespaces: list[bytes], answer: bytes) -> messages.Run:
@@ -371,7 +371,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
 
     def _save(
         self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices, generation: bytes
-    ) -> messages.Saved:
+    ) -> messages.Done:
         grant = cache.grant(blocks, None, peer=self._options.store_id)
         try:
             # After the grant, which ends with the link: no other process that took the store's place may use it.
@@ -381,7 +381,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             answer = self._ask(messages.SAVE, body, self._options.save_ms)
         finally:
             grant.revoke()  # before this call ends: nobody reads the blocks any more
-        return messages.decode(messages.Saved, answer, self._what)
+        return messages.decode(messages.Done, answer, self._what)
 
     def clear(self, timeout_ms: int = 1000) -> bool:
         """Empty the namespaces of all ranks; return True once the store has done it.
@@ -398,18 +398,19 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             StateError: The client is closed, or its LLMDataDist finalized.
         """
         check_timeout(timeout_ms)
-        if not self._has_link("clear"):
+        self._resume_at = 0.0
+        if self._skipped("clear"):
             return False
-        body = messages.Clear([shown(each) for each in self._ranks]).encode()
         try:
+            body = messages.Clear([shown(each) for each in self._ranks]).encode()
             answer = self._ask(messages.CLEAR, body, timeout_ms)
             self._require_own("clear")
-            self._generation = messages.decode(messages.Cleared, answer, self._what).generation
         except LLMException as error:
             if isinstance(error, StateError):
                 raise
             self._note(error)
             return False
+        self._generation = messages.decode(messages.Done, answer, self._what).generation
         return True
 
     def statistics(self) -> StoreClientStatistics:
@@ -473,19 +474,15 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
 
     def _skipped(self, call: str) -> str:
         """Return the reason why a call does not ask the store, or an empty text."""
-        if not self._has_link(call):
-            return "gone"
-        return self._skipped_for if time.monotonic() < self._resume_at else ""
-
-    def _has_link(self, call: str) -> bool:
         if self._closed:
             raise StateError(f"{call}: this StoreClient is closed")
         if not self._linked.is_set():
             self._warn("not linked; until it is, lookups are misses and saves store nothing")
-            return False
-        if not (own := self._is_own()):
+            return "gone"
+        if not self._is_own():
             self._dial_again()  # the link has ended, or is of another process now
-        return own
+            return "gone"
+        return self._skipped_for if time.monotonic() < self._resume_at else ""
 
     def _is_own(self) -> bool:
         """Return True while the link to the store's id is the one that was dialled. A peer may say any incarnation."""
@@ -549,16 +546,18 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
 
     def _open(self) -> bool:
         """Ask for the generation; return False without an answer. The log says if the store refuses so many ranks."""
-        self._warned = ""
+        refused = ""
         try:
             body = messages.Lookup(self._ranks, [], []).encode()
             self._learn(self._ranks, self._ask(messages.LOOKUP, body, _DIAL_MS))
+        except StateError:
+            raise
         except LLMException as error:
-            if isinstance(error, StateError):
-                raise
             if _reason(error) in ("gone", "late"):
                 return False
-            self._warn(named(error))
+            refused = named(error)
+        self._warned = ""
+        self._warn(refused)
         return True
 
     def _found(self) -> str:
@@ -606,7 +605,8 @@ def _check_keys(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
     return checked
 
 
-def _cluster(store_id: int, address: str) -> LLMClusterInfo:
+def cluster_of(store_id: int, address: str) -> LLMClusterInfo:
+    """Return how to link to a store."""
     cluster = LLMClusterInfo()
     cluster.remote_cluster_id = store_id
     cluster.append_local_ip_info("127.0.0.1", 0)

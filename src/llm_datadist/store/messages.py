@@ -108,24 +108,18 @@ class Save(Body, frozen=True):
     grant: Annotated[bytes, msgspec.Meta(max_length=_MAX_GRANT)]
 
 
-class Saved(Body, frozen=True):
-    """Answer to :class:`Save`: keys newly stored, keys without room, and the namespace's generation."""
-
-    count: Number
-    left: Number
-    generation: Token
-
-
 class Clear(Body, frozen=True):
     """Question to empty namespaces of the asker's tenant, named as logs show them; without names, all of them."""
 
     namespaces: Annotated[list[str], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class Cleared(Body, frozen=True):
-    """Answer to :class:`Clear`: the number of namespaces emptied, and their generation, also of those not there yet."""
+class Done(Body, frozen=True):
+    """Answer to :class:`Save` and :class:`Clear`: keys newly stored, or namespaces emptied; keys without room; the
+    generation since."""
 
     count: Number
+    left: Number
     generation: Token
 
 
@@ -185,7 +179,7 @@ NO_EVENTS: Final = Events(b"", 1, 0, True, [])
 B = TypeVar("B", bound=Body)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_KINDS: Final = (Lookup, Run, HitCopy, Save, Saved, Clear, Cleared, Suspect, EventsAfter, Events)
+_KINDS: Final = (Lookup, Run, HitCopy, Save, Clear, Done, Suspect, EventsAfter, Events)
 _decoders: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS
 }

@@ -308,8 +308,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
                 self._pull(space, asked, grant, filling)
         except _Emptied:
             with self._lock:
-                return messages.Saved(0, 0, self._generation(name)).encode()
-        return messages.Saved(len(filling.slots), filling.left, asked.generation).encode()
+                return messages.Done(0, 0, self._generation(name)).encode()
+        return messages.Done(len(filling.slots), filling.left, asked.generation).encode()
 
     def _fill(self, name: Name, asked: messages.Save) -> tuple[_Space, Filling]:
         """Take slots for the keys that are missing."""
@@ -417,14 +417,12 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         """Give up the tenant's other namespace that was used least recently; LinkError if all are in use."""
         tenant, before = ranks[0], time.monotonic() - self._KEPT_SECONDS
         with self._lock:
-            used = {each: at for each, at in self._used.items() if each[0] == tenant and each != ranks and at <= before}
-            for space in self._spaces.values():
-                if not space.slots.idle():
-                    used.pop(space.ranks, None)
-            if not used:
+            held = {space.ranks for space in self._spaces.values() if not space.slots.idle()}
+            others = {each for each, at in self._used.items() if each[0] == tenant and at <= before} - held - {ranks}
+            if not others:
                 whose = f"tenant {tenant} has none that it could give up" if tenant else "all are in use"
                 raise busy(f"this store has {self._most} namespaces, and {whose}; start it with more")
-            least = min(used, key=used.__getitem__)
+            least = min(others, key=self._used.__getitem__)
             del self._used[least]
             gone = [each for each in self._spaces.values() if each.ranks == least]
             for space in gone:
@@ -453,7 +451,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         for space in spaces:
             with self._lock:
                 self._empty(space)
-        return messages.Cleared(len(spaces), generation).encode()
+        return messages.Done(len(spaces), 0, generation).encode()
 
     def _empty(self, space: _Space) -> None:
         """Under the lock: forget all keys. Who follows the events begins anew."""
