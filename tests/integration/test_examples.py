@@ -21,6 +21,7 @@ pytestmark = pytest.mark.covers(
     "examples/pull_from_cache_to_blocks.py",
     "examples/push_blocks.py",
     "examples/push_cache.py",
+    "examples/store.py",
     "examples/switch_role.py",
     "examples/transfer_cache_async.py",
     "examples/v1_prompt_decoder.py",
@@ -39,6 +40,11 @@ PRINTED: Final = {
     ),
     "pull_blocks": (r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",),
     "pull_cache": ("decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST", "prompt: 0 bytes of caches are left"),
+    "store": (
+        "first: saved 4 blocks",
+        "second: found 4 of 5 blocks",
+        "store: 4 blocks, of 1 lookups' keys 4 found",
+    ),
     "switch_role": ("first: a decoder now; it listens at None",),
     "v1_prompt_decoder": (
         r"decoder: pulled blocks \[0, 1\] to \[2, 3\] over (shm|tcp)",

@@ -1,6 +1,7 @@
 """Ranks of one engine in a store: they count, fit and are displaced as one namespace, and are looked up at once."""
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from llm_datadist.store.messages import MAX_LOOKUP_KEYS
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.moves import Spec, wait_until
+from tests.support.source import ROOT
 from tests.support.world import World, make_config, small_pool
 
 pytestmark = pytest.mark.covers("store.*")
@@ -177,6 +179,20 @@ def test_a_client_counts_its_lookups_and_keys_by_what_became_of_them() -> None:
         assert (now.lookups, now.hits, now.keys, now.stored) == (3, 1, 36, 24)
         assert now.misses == {"absent": 1, "late": 0, "gone": 1, "busy": 0}
         assert now.refused == {"busy": 4, "gone": 4, "late": 0, "failed": 0, "cleared": 0}
+
+
+def test_the_snippet_of_the_page_saves_and_hits_as_pasted() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "store.md").read_text(), re.DOTALL)
+    world = World("engine")
+    world.start("MIX", 7, make_config(**small_pool()))
+    with StoreServer(1 << 20) as server:
+        cache = world.cm.allocate_blocks_cache(e.other_desc())
+        known = {"datadist": world.dd, "digest": b"d", "keys": KEYS, "cache": cache, "blocks": [3, 2, 1, 0]}
+        exec(compile(snippet.replace("26100", str(server.port)), "docs/store.md", "exec"), known)
+        assert len(known["hit"]) == 4  # type: ignore[arg-type]
+        assert server.statistics().namespaces[0].stored == 4
+        world.cm.deallocate_blocks_cache(cache)
+    world.stop()
 
 
 @pytest.mark.parametrize("ranks", [[b"x" * 32], [NS, NS], [NS, b"short"], [NS, *(b"%032d" % n for n in range(16))]])

@@ -138,6 +138,17 @@ class SlotsMachine(RuleBasedStateMachine):
             else:
                 del self.held[slot]
 
+    @rule()
+    def clear(self) -> None:
+        published = self.found().values()
+        assert self.slots.clear() == len(published)
+        for slot in published:
+            self.sieve.remove(self.held[slot][0])
+            if slot in self.read_slots():
+                self.dropped.add(slot)
+            else:
+                del self.held[slot]
+
     @invariant()
     def agrees(self) -> None:
         self.slots.check_integrity()
