@@ -54,10 +54,9 @@ class BlockShape(Body, frozen=True):
 
 
 class Lookup(Body, frozen=True):
-    """Question for the leading run of keys that each of different namespaces has.
+    """Question for the leading run of keys that each namespace has; ``tokens`` name the grants for it, one of each.
 
-    ``tokens`` name the grants that the store gives for it, one of each namespace. Without keys it only asks whether the
-    store has room for so many ranks, and for the generations.
+    Without keys it only asks whether the store has room for so many ranks, and for the generations.
     """
 
     namespaces: Ranks
@@ -93,10 +92,9 @@ class HitCopy(Body, frozen=True):
 
 
 class Save(Body, frozen=True):
-    """Question to pull blocks under a grant of the asker, one block a key.
+    """Question to pull blocks under a grant of the asker, one block a key, into the namespace ``ranks[rank]``.
 
-    ``ranks`` are the namespaces of its engine, ``rank`` the place of this one. ``generation`` is the one that the asker
-    knew when it began; if the namespace has been emptied since, nothing is stored.
+    ``generation`` is the one that the asker knew when it began: in another one nothing is stored.
     """
 
     ranks: Ranks

@@ -195,32 +195,32 @@ class Slots:
     def drop(self, slots: Sequence[int]) -> list[bytes]:
         """Forget published slots whose bytes are wrong; return their keys. Other slots are left out."""
         wrong = self.published_of(slots)
-        self._fire(SlotEvent.DROP, wrong)
         if wrong:
             gone = set(wrong)
             self._passed, self._ahead = (deque(s for s in q if s not in gone) for q in (self._passed, self._ahead))
             self._wrap()
-        for slot in wrong:
-            del self._slot_of[self._keys[slot]]
-            if not self.readers.of[slot]:
-                self._fire(SlotEvent.IDLE, [slot])
-                self._free.append(slot)
-        self.published -= len(wrong)
-        return [self._keys[slot] for slot in wrong]
+        keys = [self._keys[slot] for slot in wrong]
+        for key in keys:
+            del self._slot_of[key]
+        self._drop(np.array(wrong, np.int64))
+        return keys
 
     def clear(self) -> int:
         """Forget all published slots, and return their number."""
         published = np.flatnonzero(self._states == SlotState.PUBLISHED)
-        self._fire(SlotEvent.DROP, published)
-        unread = published[self.readers.of[published] == 0]
-        self._fire(SlotEvent.IDLE, unread)
-        self._free += unread[::-1].tolist()
         filling = np.flatnonzero(self._states == SlotState.FILLING).tolist()
         self._slot_of = {self._keys[slot]: slot for slot in filling}
         self._passed.clear()
         self._ahead.clear()
-        self.published = 0
+        self._drop(published)
         return len(published)
+
+    def _drop(self, slots: Numbers) -> None:
+        self._fire(SlotEvent.DROP, slots)
+        unread = slots[self.readers.of[slots] == 0]
+        self._fire(SlotEvent.IDLE, unread)
+        self._free += unread[::-1].tolist()
+        self.published -= len(slots)
 
     def idle(self) -> bool:
         """Return True if no slot is being filled or read."""
