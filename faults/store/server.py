@@ -42,10 +42,6 @@ class WatchedServer(StoreServer):
         super()._forget(space)
         self._write("cleared", space.name[1], [_NOBODY])
 
-    def _empty(self, space: Any) -> None:
-        super()._empty(space)
-        self._write("cleared", space.name[1], [_NOBODY])
-
     def _write(self, kind: str, name: bytes, keys: list[bytes]) -> None:
         now = time.monotonic()
         self._journal.write(Record(kind, name, key, now, now) for key in keys)

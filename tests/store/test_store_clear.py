@@ -13,7 +13,7 @@ from llm_datadist.store.client import shape_of
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.ends import begin_there, freeze, result_there
-from tests.support.moves import wait_until
+from tests.support.moves import Spec, wait_until
 from tests.support.world import World, make_config, small_pool
 
 pytestmark = pytest.mark.covers("store.*")
@@ -48,7 +48,7 @@ def test_what_was_saved_before_a_clear_is_found_by_nobody_and_can_be_saved_again
         assert reader.do(follows) == (True, KEYS)
         assert saver.do(clear)
         assert saver.do(e.look_up, KEYS) == reader.do(e.look_up, KEYS) == 0
-        assert reader.do(follows) == (False, []), "an index begins anew"
+        assert reader.do(follows) == (True, KEYS), "removed"
         assert other.do(e.hits, KEYS, e.named("other")) == 5, "one namespace only"
         space = next(each for each in store.do(e.statistics).namespaces if each.cleared)
         assert (space.published, space.free, space.removed, space.cleared) == (0, space.slots, 5, 1)
@@ -70,6 +70,23 @@ def test_slots_with_readers_are_dropped_at_once_and_free_when_the_readers_end() 
         reader.do(e.loads_right, KEYS[:2], [7, 8])
         wait_until(lambda: e.idle(store))
         assert store.do(e.statistics).namespaces[0].free == space.slots
+
+
+def test_a_namespace_of_many_parts_is_emptied_whole() -> None:
+    keys = keys_of(*range(2600))
+    with family_of() as family:
+        store = family.store(1, space=4 << 20)
+        engine = family.engine(store, spec=Spec(tensors=1, rows=2600, stride=64, blocks=True))
+        assert engine.do(save_as_is, keys) == 2600
+        assert engine.do(clear)
+        assert store.do(e.index) == {NS: []}
+        assert e.replayed(store.do(e.all_events)) == {NS: set()}
+        assert engine.do(save_as_is, keys) == 2600
+
+
+def save_as_is(world: World, keys: list[bytes]) -> int:
+    stored: int = world.memory["client"].save(keys, world.caches["kv"], list(range(len(keys))))
+    return stored
 
 
 @pytest.mark.parametrize("step", ["before copy", "after copy"])

@@ -139,10 +139,13 @@ class SlotsMachine(RuleBasedStateMachine):
                 del self.held[slot]
 
     @rule()
-    def clear(self) -> None:
-        published = self.found().values()
-        assert self.slots.clear() == len(published)
-        for slot in published:
+    def drop_oldest(self) -> None:
+        oldest = self.sieve.queue[: module.MAX_VISITS]
+        found = self.found()
+        dropped = self.slots.drop_oldest()
+        assert dropped == oldest[: len(dropped)]
+        assert bool(dropped) == bool(oldest)
+        for slot in [found[key] for key in dropped]:
             self.sieve.remove(self.held[slot][0])
             if slot in self.read_slots():
                 self.dropped.add(slot)

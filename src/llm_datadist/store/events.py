@@ -20,7 +20,7 @@ class EventLog:
         self.incarnation = secrets.token_bytes(16)
         self.number = 0  # of the last event
         self.keys = 0  # kept, with one more for each event
-        self.most = most_keys
+        self._most = most_keys
         self._events: list[Event] = []
         self._gone = 0  # forgotten events at the beginning of the list
 
@@ -31,7 +31,7 @@ class EventLog:
         self.number += 1
         self.keys += len(keys) + 1
         self._events.append(Event(self.number, kind, keys))
-        while self.keys > self.most and self._gone < len(self._events) - 1:
+        while self.keys > self._most and self._gone < len(self._events) - 1:
             self.keys -= len(self._events[self._gone].keys) + 1
             self._events[self._gone] = _FORGOTTEN
             self._gone += 1

@@ -141,7 +141,7 @@ class Event(Body, frozen=True):
 
     Attributes:
         number: 1 and up, without gaps, in one incarnation of the namespace.
-        kind: ``stored`` or ``removed`` (evicted, or found wrong).
+        kind: ``stored`` or ``removed`` (evicted, found wrong, or cleared).
         keys: Keys stored or removed.
     """
 
@@ -155,7 +155,7 @@ class Events(Body, frozen=True):
 
     Attributes:
         incarnation: Random id in which the numbers count, 16 bytes. The namespace gets another one when the store
-            restarts, displaces or clears it. Empty: the store does not have the namespace.
+            restarts, or displaces it. Empty: the store does not have the namespace.
         oldest: Number of the oldest event that the store still has.
         last: Number of the last of ``events``; without any, the number that was asked for.
         follows: True if nothing is missing between the place that was asked for and ``events``. If False, a reader

@@ -450,13 +450,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     def _clear(self, spaces: list[_Space], generation: bytes) -> bytes:
         for space in spaces:
             with self._lock:
-                self._empty(space)
+                space.counts["cleared"] += 1
+                left = space.slots.published
+            while left > 0:  # in parts, because lookups wait for it; those that are stored from now on are newer
+                with self._lock:
+                    keys = space.slots.drop_oldest()
+                    self._tell("removed", space, keys)
+                left = left - len(keys) if keys else 0
         return messages.Done(len(spaces), 0, generation).encode()
-
-    def _empty(self, space: _Space) -> None:
-        """Under the lock: forget all keys. Who follows the events begins anew."""
-        space.counts.update(cleared=1, removed=space.slots.clear())
-        space.log = EventLog(space.log.most)
 
     # --- wrong bytes, events, statistics ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[np.int64]  # of slots
 
-#: Slots that the hand visits for one call of :meth:`Slots.fill`, because lookups wait for it.
+#: Slots that the hand visits for one call of :meth:`Slots.fill` or ``drop_oldest``, because lookups wait for it.
 MAX_VISITS: Final = 1024
 #: Most bytes of a slot's bookkeeping here, with a key of 64 bytes.
 SLOT_BYTES: Final = 384
@@ -199,28 +199,25 @@ class Slots:
             gone = set(wrong)
             self._passed, self._ahead = (deque(s for s in q if s not in gone) for q in (self._passed, self._ahead))
             self._wrap()
-        keys = [self._keys[slot] for slot in wrong]
+        return self._drop(wrong)
+
+    def drop_oldest(self) -> list[bytes]:
+        """Forget the oldest published slots, a bounded number; return their keys."""
+        queue = self._passed or self._ahead
+        oldest = [queue.popleft() for _ in range(min(MAX_VISITS, len(queue)))]
+        self._wrap()
+        return self._drop(oldest)
+
+    def _drop(self, slots: list[int]) -> list[bytes]:
+        keys, at = [self._keys[slot] for slot in slots], np.array(slots, np.int64)
         for key in keys:
             del self._slot_of[key]
-        self._drop(np.array(wrong, np.int64))
-        return keys
-
-    def clear(self) -> int:
-        """Forget all published slots, and return their number."""
-        published = np.flatnonzero(self._states == SlotState.PUBLISHED)
-        filling = np.flatnonzero(self._states == SlotState.FILLING).tolist()
-        self._slot_of = {self._keys[slot]: slot for slot in filling}
-        self._passed.clear()
-        self._ahead.clear()
-        self._drop(published)
-        return len(published)
-
-    def _drop(self, slots: Numbers) -> None:
-        self._fire(SlotEvent.DROP, slots)
-        unread = slots[self.readers.of[slots] == 0]
+        self._fire(SlotEvent.DROP, at)
+        unread = at[self.readers.of[at] == 0]
         self._fire(SlotEvent.IDLE, unread)
         self._free += unread[::-1].tolist()
         self.published -= len(slots)
+        return keys
 
     def idle(self) -> bool:
         """Return True if no slot is being filled or read."""
