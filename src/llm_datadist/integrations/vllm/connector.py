@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from llm_datadist.integrations.vllm.kinds import require_supported
+from llm_datadist.integrations.vllm.kinds import require_supported, warn_of_version
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -41,6 +41,15 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     supports_sleep_mode = False  # vLLM 0.32 does not ask
     _scheduler: Any = None
     _worker: Any = None
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            warn_of_version()
+
+    def shutdown(self) -> None:
+        (self._worker or self._scheduler).stop()
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
 
@@ -118,7 +127,6 @@ class LLMDataDistConnector(HalvedConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(vllm_config, kv_cache_config)
         else:
@@ -143,10 +151,6 @@ class LLMDataDistConnector(HalvedConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End the grants of aborted and preempted requests, before this step overwrites their blocks."""
         self._worker.revoke(kv_connector_metadata)
-
-    def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 

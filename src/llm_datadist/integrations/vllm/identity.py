@@ -5,7 +5,7 @@ fit if all texts agree, except the versions of vLLM that a reader accepts. `kind
 is chosen later. Names, paths, addresses, parallel sizes and sizes of memory are not in it; `Layout` compares shapes.
 LoRA adapters belong to requests: the prompt's digest has them.
 
-Threads: vLLM's. Reads safetensors files, nothing else: what is on no disk of this host is not fetched.
+Threads: vLLM's. Reads files of weights, nothing else: what is on no disk of this host is not fetched.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 from vllm.version import __version__ as vllm_version
 
 from llm_datadist.errors import ParamError
+from llm_datadist.integrations.weights import Stamp, digest_of, digests_of, stamp_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
     from vllm.config import LoRAConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
 
 _SHOWN: Final = 64
-_SAMPLE: Final = 4096
 _Text = Annotated[str, msgspec.Meta(max_length=_SHOWN)]
 Identity = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=32)]
 
 #: Load formats that read the safetensors files of a folder.
 _FORMATS: Final = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer"}
-#: Keys of configurations without effect on KV, as those that begin with an underscore; of an adapter's.
+#: Keys of configurations without effect on KV, as those that begin with an underscore.
 _IGNORED: Final = {"name_or_path", "transformers_version", "dtype", "torch_dtype", "max_model_len"}
-_OF_TRAINING: Final = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"}
 #: Speculative methods without KV of their own.
 _DRAFTLESS: Final = {None, "ngram", "ngram_gpu", "suffix"}
 _OF_IMAGES: Final = ("language_model_only", "mm_processor_kwargs", "mm_encoder_attn_dtype", "video_pruning_rate")
@@ -120,52 +121,83 @@ def _weights(model: ModelConfig, folder: Path | None, config: VllmConfig) -> str
     if named := config.kv_transfer_config.get_from_extra_config("weights", ""):
         return _brief(f"={named}")  # no digest of files
     load_format = str(config.load_config.load_format)
-    files = sorted(folder.glob("*.safetensors")) if folder is not None and load_format in _FORMATS else []
+    files = list(folder.glob("*.safetensors")) if folder is not None and load_format in _FORMATS else []
     if not files:
         raise ParamError(
             f"weights: not given, and {model.model} (load format {load_format}) has no safetensors files on this host, "
             'so its fine-tunes cannot be told apart; give "weights": "NAME", another NAME for each of them'
         )
-    return digest_of(files)
-
-
-def digest_of(files: list[Path]) -> str:
-    """Return a digest of all tensors, however they are spread over files. Raises ParamError for other files."""
     try:
-        found = sorted(each for file in files for each in _samples(file))
-    except Exception as error:  # noqa: BLE001 (they may contain anything)
-        raise ParamError(f"weights: {files[0].parent}: its safetensors files cannot be read: {error!r}") from None
-    return hashlib.blake2b(msgspec.msgpack.encode(found), digest_size=16).hexdigest()
+        return hashlib.sha256("".join(sorted({*digests_of(files)})).encode()).hexdigest()
+    except OSError as error:
+        raise ParamError(f"weights: {folder}: its safetensors files cannot be read: {error}") from None
 
 
-def _samples(path: Path) -> Iterator[tuple[str, str, list[int], bytes]]:
-    """Yield name, type, shape and a digest of the middle of each tensor."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        for name, about in json.loads(file.read(size)).items():
-            if name != "__metadata__":
-                begin, end = about["data_offsets"]
-                length = min(_SAMPLE, end - begin)
-                file.seek(8 + size + (begin + end - length) // 2)
-                yield name, about["dtype"], about["shape"], hashlib.blake2b(file.read(length), digest_size=16).digest()
+class _Adapter(NamedTuple):
+    """An adapter when it was digested."""
+
+    path: str
+    folder: Path
+    stamps: list[tuple[str, Stamp]]
+    digest: str
+
+    def is_at(self, path: str) -> bool:
+        """Return False if there are other files now; of files that are gone vLLM has what it has loaded."""
+        with suppress(OSError):
+            return path == self.path and _stamps(self.folder) == self.stamps
+        return True
 
 
 class Adapters:
-    """Digests of LoRA adapters, as they are when first used, because vLLM loads them then. Threads: one."""
+    """Digests of LoRA adapters, as they are when first used, because vLLM loads them then. Nobody waits for them.
+
+    The KV of an adapter whose files change later has no name, until vLLM loads it under another id.
+    Threads: the scheduler's; four digest, an adapter each.
+    """
 
     def __init__(self, config: LoRAConfig | None) -> None:
         self._options = [str(getattr(config, name, None)) for name in _OF_LORA]
-        self._known: dict[tuple[int, str], str] = {}
+        self._known: dict[int, Future[_Adapter]] = {}  # by id, as in vLLM
+        self._changed: set[int] = set()  # vLLM may use either
+        self._pool = ThreadPoolExecutor(4, "lldd-vllm-adapter")
+
+    def begin(self, lora: LoRARequest | None) -> None:
+        """Begin to digest the adapter of a new request; of a known one look whether its files have changed."""
+        known = self._known.get(lora.lora_int_id) if lora else None
+        if lora and (known is None or (known.done() and known.exception())):
+            self._known[lora.lora_int_id] = self._pool.submit(_digest_of, lora.lora_path)
+        elif lora and known.done() and not known.result().is_at(lora.lora_path):
+            self._changed.add(lora.lora_int_id)
+
+    def pending(self, lora: LoRARequest | None) -> bool:
+        """Return True while the adapter of a request is digested."""
+        return lora is not None and not self._known[lora.lora_int_id].done()
 
     def parts(self, lora: LoRARequest | None) -> list[Any] | None:
-        """Return what KV depends on. Raises OSError, ValueError or TypeError for files that do not tell."""
+        """Return what KV depends on. Raises OSError or ValueError for files that do not tell, or not yet."""
         if lora is None:
             return None
-        key = lora.lora_int_id, lora.lora_path
-        if key not in self._known or lora.load_inplace:
-            if (folder := _folder(lora.lora_path)) is None:
-                raise ValueError(f"{lora.lora_path} is not on this host")
-            given = json.loads((folder / "adapter_config.json").read_bytes())
-            said = _brief({name: value for name, value in dict(given).items() if name not in _OF_TRAINING})
-            self._known[key] = said + digest_of([folder / "adapter_model.safetensors"])
-        return [lora.lora_name, self._known[key], lora.is_3d_lora_weight, self._options]
+        found = self._known[lora.lora_int_id].result(0)
+        if found.path != lora.lora_path or (lora.load_inplace and not found.is_at(lora.lora_path)):
+            self._changed.add(lora.lora_int_id)  # vLLM loads in place in each step
+        if lora.lora_int_id in self._changed:
+            raise ValueError(f"{lora.lora_path}: its files have changed; load it under another id")
+        return [lora.lora_name, found.digest, lora.is_3d_lora_weight, self._options]
+
+    def stop(self) -> None:
+        """End the threads. Idempotent."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _digest_of(path: str) -> _Adapter:
+    if (folder := _folder(path)) is None:
+        raise ValueError(f"{path} is not on this host")
+    stamps = _stamps(folder)
+    digests = [[name, digest_of(folder / name, {})] for name, _ in stamps]
+    if not stamps or _stamps(folder) != stamps:
+        raise ValueError(f"{path}: it has no files, or they change")
+    return _Adapter(path, folder, stamps, hashlib.sha256(msgspec.msgpack.encode(digests)).hexdigest())
+
+
+def _stamps(folder: Path) -> list[tuple[str, Stamp]]:
+    return sorted((each.name, stamp_of(each.stat())) for each in folder.iterdir() if each.is_file())

@@ -85,7 +85,7 @@ class Scheduler:
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._beside = False  # other parts of a MultiConnector
         self._layout: Layout
-        self._asked: dict[str, bool] = {}  # by request, until it has blocks or ends; False: refused
+        self._asked: dict[str, bool | None] = {}  # by request, until it has blocks or ends; False: refused; None: neither
         self._prompts: dict[str, Request] = {}  # to be decoded elsewhere: until granted, or ended
         self.granted: dict[str, _GrantedRequest] = {}  # until they end
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
@@ -117,11 +117,18 @@ class Scheduler:
         asked: dict[str, Any] = params if isinstance(params := request.kv_transfer_params, dict) else {}
         if self._transfer.is_kv_producer and asked.get("do_remote_decode") and request.request_id not in self._offered:
             self._prompts[request.request_id] = request
-        if not asked.get("do_remote_prefill") and FIELD not in asked:
+        self._adapters.begin(request.lora_request)
+        if asked.get("do_remote_prefill") or FIELD in asked:
+            self._asked[request.request_id] = None
+            self._verify(request)
+
+    def _verify(self, request: Request) -> None:
+        """Verify the offer of a request, once, when its adapter is known."""
+        if self._asked.get(request.request_id, False) is not None or self._adapters.pending(request.lora_request):
             return
         self._asked[request.request_id] = False
         try:
-            offer, token = KvOffer.read(asked.get(FIELD), self._keys)
+            offer, token = KvOffer.read((request.kv_transfer_params or {}).get(FIELD), self._keys)
             if self._staged and not self._transfer.is_kv_consumer:
                 raise ParamError("reference: an engine that stages KV fetches as kv_consumer or kv_both only")
             if offer.prompt != _prompt_digest(request, self._adapters):
@@ -144,7 +151,10 @@ class Scheduler:
                 raise ParamError(f"reference: lacks some of tokens {begin} to {tokens - 1} of the request")
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens a fetch would add to the computed ones; None if the request waits for slots."""
+        """Return how many tokens a fetch would add to the computed ones; None to wait for slots, or for an adapter."""
+        if self._adapters.pending(request.lora_request):
+            return None
+        self._verify(request)
         asked = self._asked.get(request.request_id)
         # vLLM computes the last token in any case.
         count = 0 if asked is None else max(0, request.num_prompt_tokens - 1 - num_computed)
@@ -300,6 +310,9 @@ class Scheduler:
         reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self.granted[request.request_id] = _GrantedRequest(request, tokens, groups, reference)
         self._orders.grants[request.request_id] = token, blocks
+
+    def stop(self) -> None:
+        self._adapters.stop()
 
     def _revoke(self, request_id: str) -> Request:
         self._orders.revokes.append(request_id)

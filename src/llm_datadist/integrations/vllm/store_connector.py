@@ -10,7 +10,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.connector import HalvedConnector
-from llm_datadist.integrations.vllm.kinds import require_supported, windows_of
+from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _HASHES: Final = ("sha256_cbor", "sha256")
@@ -42,17 +43,19 @@ class LLMDataDistStoreConnector(HalvedConnector):
         else:
             self._worker = StoreWorker(vllm_config, kv_cache_config)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        hashed, size = gpu_block_pool.hash_block_size, self._vllm_config.cache_config.block_size
+        if hashed != size:  # a key would name other tokens than its block has
+            raise ParamError(f"LLMDataDistStoreConnector: hash_block_size={hashed}: must be the block size, {size}")
+        super().bind_gpu_block_pool(gpu_block_pool)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         found: list[KVCacheEvent] = self._scheduler.take_events()
         return found
 
-    def shutdown(self) -> None:
-        (self._worker or self._scheduler).stop()
-
 
 def _require_storable(config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
     """Raise ParamError or LLMException, in one sentence, for an engine that this connector cannot serve."""
-    require_supported(config, cache)
     transfer, algorithm = config.kv_transfer_config, config.cache_config.prefix_caching_hash_algo
     option = transfer.get_from_extra_config
     # Inside MultiConnector, workers see vLLM's own configuration, and the scheduler its part's only.

@@ -89,7 +89,7 @@ class _Asked:
     """A request, until it ends."""
 
     request: Request
-    adapter: bytes  # digest; empty without one
+    adapter: bytes | None  # digest; empty without one, None while it is not known
     may_load: bool  # no load of it has failed
     first: int = 0  # of the blocks that ``hits`` are of
     hits: list[Hit] = field(default_factory=list)  # by rank, held for the request's blocks
@@ -133,15 +133,24 @@ class StoreScheduler:
         return bool(self._saves or self._loading or not self.clients)
 
     def on_new_request(self, request: Request) -> None:
-        adapter = b""
-        if request.lora_request is not None:
-            try:
-                parts = msgspec.msgpack.encode(self._adapters.parts(request.lora_request))
-            except (OSError, ValueError, TypeError, OverflowError) as error:
-                logger.warning("the KV of request %s is not stored: %s", request.request_id, error)
-                return
-            adapter = hashlib.blake2b(parts, digest_size=32).digest()
-        self._requests.setdefault(request.request_id, _Asked(request, adapter, not request.skip_reading_prefix_cache))
+        self._adapters.begin(lora := request.lora_request)
+        asked = _Asked(request, None if lora else b"", not request.skip_reading_prefix_cache)
+        self._requests.setdefault(request.request_id, asked)
+
+    def _find(self, request_id: str) -> _Asked | None:
+        """Return a request whose KV may be stored, once its adapter is known."""
+        asked = self._requests.get(request_id)
+        if asked is None or self._adapters.pending(lora := asked.request.lora_request):
+            return asked
+        try:
+            parts = self._adapters.parts(lora)
+        except (OSError, ValueError) as error:
+            logger.warning("the KV of request %s is not stored: %s", request_id, error)
+            self._release(self._requests.pop(request_id).hits)
+            return None
+        if asked.adapter is None:
+            asked.adapter = hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=32).digest()
+        return asked
 
     @staticmethod
     def _keys(asked: _Asked, first: int, end: int) -> list[bytes]:
@@ -153,11 +162,11 @@ class StoreScheduler:
     # --- loads --------------------------------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """Return how many tokens of the store follow the computed ones; None to wait for namespaces or slots."""
-        asked = self._requests.get(request.request_id)
+        """Return how many tokens of the store follow the computed ones; None to wait for what it takes to know."""
+        asked = self._find(request.request_id)
         if asked is None or not asked.may_load:
             return 0
-        if not self.clients or (self.load_slots.closed and not asked.hits):
+        if asked.adapter is None or not self.clients or (self.load_slots.closed and not asked.hits):
             return None
         first = num_computed // self._block_tokens
         if not asked.hits or asked.first != first:
@@ -215,7 +224,7 @@ class StoreScheduler:
         room = self._most - sum(len(each.blocks) for each in self._saves.values())
         state = step.kv_connector_block_state
         for request_id, tokens in step.num_scheduled_tokens.items() if self.clients and state else ():
-            if (asked := self._requests.get(request_id)) is None:
+            if (asked := self._find(request_id)) is None or asked.adapter is None:
                 continue
             # Tokens that a step guesses have no hash yet.
             request, first = asked.request, asked.saved
@@ -288,6 +297,7 @@ class StoreScheduler:
 
     def stop(self) -> None:
         """End all lookups, then the LLMDataDist. Idempotent."""
+        self._adapters.stop()
         for client in self.clients:
             client.close()
         self._datadist.finalize()
