@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.version import __version__ as vllm_version
 
-from llm_datadist.integrations.vllm.kinds import require_supported, warn_of_version
+from llm_datadist.integrations.vllm.kinds import require_supported
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = init_logger("vllm.datadist")
+
+TRIED: Final = ("0.32.0",)
+
 
 class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     """Passes vLLM's calls to its half in the scheduler, or in the worker."""
@@ -45,8 +51,8 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm_config, kv_cache_config)
-        if role is KVConnectorRole.SCHEDULER:
-            warn_of_version()
+        if role is KVConnectorRole.SCHEDULER and vllm_version.partition("+")[0] not in TRIED:
+            logger.warning_once("vLLM %s was never tried with these connectors; %s was", vllm_version, *TRIED)
 
     def shutdown(self) -> None:
         (self._worker or self._scheduler).stop()

@@ -14,9 +14,8 @@ import hashlib
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from vllm.version import __version__ as vllm_version
@@ -133,40 +132,31 @@ def _weights(model: ModelConfig, folder: Path | None, config: VllmConfig) -> str
         raise ParamError(f"weights: {folder}: its safetensors files cannot be read: {error}") from None
 
 
-class _Adapter(NamedTuple):
-    """An adapter when it was digested."""
-
-    path: str
-    folder: Path
-    stamps: list[tuple[str, Stamp]]
-    digest: str
-
-    def is_at(self, path: str) -> bool:
-        """Return False if there are other files now; of files that are gone vLLM has what it has loaded."""
-        with suppress(OSError):
-            return path == self.path and _stamps(self.folder) == self.stamps
-        return True
-
-
 class Adapters:
     """Digests of LoRA adapters, as they are when first used, because vLLM loads them then. Nobody waits for them.
 
-    The KV of an adapter whose files change later has no name, until vLLM loads it under another id.
+    If its files change later, an adapter's KV has no name until vLLM loads it under another id: it may use either.
     Threads: the scheduler's; four digest, an adapter each.
     """
 
     def __init__(self, config: LoRAConfig | None) -> None:
         self._options = [str(getattr(config, name, None)) for name in _OF_LORA]
-        self._known: dict[int, Future[_Adapter]] = {}  # by id, as in vLLM
-        self._changed: set[int] = set()  # vLLM may use either
+        self._known: dict[int, Future[tuple[list[Any], str]]] = {}  # by id: stamps and digest
+        self._changed: set[int] = set()
         self._pool = ThreadPoolExecutor(4, "lldd-vllm-adapter")
 
     def begin(self, lora: LoRARequest | None) -> None:
         """Begin to digest the adapter of a new request; of a known one look whether its files have changed."""
-        known = self._known.get(lora.lora_int_id) if lora else None
-        if lora and (known is None or (known.done() and known.exception())):
+        if lora is None:
+            return
+        known = self._known.get(lora.lora_int_id)
+        if known is None or (known.done() and known.exception()):
             self._known[lora.lora_int_id] = self._pool.submit(_digest_of, lora.lora_path)
-        elif lora and known.done() and not known.result().is_at(lora.lora_path):
+        else:
+            self._look(lora)
+
+    def _look(self, lora: LoRARequest) -> None:
+        if not self.pending(lora) and _stamps(lora.lora_path) != self._known[lora.lora_int_id].result()[0]:
             self._changed.add(lora.lora_int_id)
 
     def pending(self, lora: LoRARequest | None) -> bool:
@@ -177,27 +167,30 @@ class Adapters:
         """Return what KV depends on. Raises OSError or ValueError for files that do not tell, or not yet."""
         if lora is None:
             return None
-        found = self._known[lora.lora_int_id].result(0)
-        if found.path != lora.lora_path or (lora.load_inplace and not found.is_at(lora.lora_path)):
-            self._changed.add(lora.lora_int_id)  # vLLM loads in place in each step
+        _, digest = self._known[lora.lora_int_id].result(0)
+        if lora.load_inplace:  # vLLM loads it in each step
+            self._look(lora)
         if lora.lora_int_id in self._changed:
             raise ValueError(f"{lora.lora_path}: its files have changed; load it under another id")
-        return [lora.lora_name, found.digest, lora.is_3d_lora_weight, self._options]
+        return [lora.lora_name, digest, lora.is_3d_lora_weight, self._options]
 
     def stop(self) -> None:
         """End the threads. Idempotent."""
         self._pool.shutdown(cancel_futures=True)
 
 
-def _digest_of(path: str) -> _Adapter:
-    if (folder := _folder(path)) is None:
-        raise ValueError(f"{path} is not on this host")
-    stamps = _stamps(folder)
-    digests = [[name, digest_of(folder / name, {})] for name, _ in stamps]
-    if not stamps or _stamps(folder) != stamps:
-        raise ValueError(f"{path}: it has no files, or they change")
-    return _Adapter(path, folder, stamps, hashlib.sha256(msgspec.msgpack.encode(digests)).hexdigest())
+def _digest_of(path: str) -> tuple[list[Any], str]:
+    stamps = _stamps(path)
+    digests = [(each.name, digest_of(each)) for each, _ in stamps]
+    if not stamps or _stamps(path) != stamps:
+        raise ValueError(f"{path}: it has no files on this host, or they change")
+    return stamps, hashlib.sha256(msgspec.msgpack.encode(digests)).hexdigest()
 
 
-def _stamps(folder: Path) -> list[tuple[str, Stamp]]:
-    return sorted((each.name, stamp_of(each.stat())) for each in folder.iterdir() if each.is_file())
+def _stamps(path: str) -> list[tuple[Path, Stamp]]:
+    """Return all files of an adapter, each with its stamp; none if they are not on this host."""
+    folder = _folder(path)
+    try:
+        return sorted((each, stamp_of(each.stat())) for each in folder.iterdir() if each.is_file()) if folder else []
+    except OSError:
+        return []

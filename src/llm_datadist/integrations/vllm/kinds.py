@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
-from vllm.version import __version__ as vllm_version
 
 from llm_datadist.integrations.vllm.layout import COLUMNS, Layout, unsupported
 
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = init_logger("vllm.datadist")
-
-#: Versions of vLLM with which the connectors were tested.
-TRIED: Final = ("0.32.0",)
 _KINDS: Final = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 _NOT_DIVIDED: Final = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
 
@@ -44,12 +38,6 @@ def require_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     for spec in _specs(cache).values():
         if type(spec) not in _KINDS:
             raise unsupported(f"layers of kind {type(spec).__name__}")
-
-
-def warn_of_version() -> None:
-    """Warn, once, if the connectors were never tested with this vLLM."""
-    if vllm_version.partition("+")[0] not in TRIED:
-        logger.warning_once("vLLM %s was never tried with this connector; %s was", vllm_version, ", ".join(TRIED))
 
 
 def windows_of(cache: KVCacheConfig) -> list[int | None]:

@@ -85,7 +85,7 @@ class Scheduler:
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._beside = False  # other parts of a MultiConnector
         self._layout: Layout
-        self._asked: dict[str, bool | None] = {}  # by request, until it has blocks or ends; False: refused; None: neither
+        self._asked: dict[str, bool | None] = {}  # until it has blocks or ends; False: refused, None: not verified yet
         self._prompts: dict[str, Request] = {}  # to be decoded elsewhere: until granted, or ended
         self.granted: dict[str, _GrantedRequest] = {}  # until they end
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
@@ -286,6 +286,9 @@ class Scheduler:
         orders, self._orders = self._orders, Orders()
         return orders
 
+    def stop(self) -> None:
+        self._adapters.stop()
+
     def _save(self, request: Request, computed: int, block_ids: Sequence[list[int]]) -> None:
         """Order copies of the blocks that this step completes, if the request has slots, or now gets them.
 
@@ -310,9 +313,6 @@ class Scheduler:
         reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
         self.granted[request.request_id] = _GrantedRequest(request, tokens, groups, reference)
         self._orders.grants[request.request_id] = token, blocks
-
-    def stop(self) -> None:
-        self._adapters.stop()
 
     def _revoke(self, request_id: str) -> Request:
         self._orders.revokes.append(request_id)
