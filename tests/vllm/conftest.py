@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -33,6 +34,8 @@ def _as_on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LLM_DATADIST_INSECURE", raising=False)
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))  # vLLM keeps its own folder
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,10 +26,11 @@ from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm import LLMDataDistConnector, identity
 from llm_datadist.integrations.vllm.identity import Adapters, differences, identity_of
 from model import build
+from tests.support.moves import wait_until
 from tests.vllm.test_requests import adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Change = Callable[[Any], object]
 
@@ -208,40 +211,76 @@ def copied(checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "copied elsewhere")
 
 
-def test_a_copy_in_another_folder_and_other_files_is_the_same_model(checkpoint: Path, copied: Path) -> None:
-    tensors = load_file(copied / "model.safetensors")
-    names = sorted(tensors)
-    (copied / "model.safetensors").unlink()
-    for number, chosen in enumerate((names[3:], names[:3])):
-        part = {name: tensors[name] for name in chosen}
-        save_file(part, copied / f"model-{number}.safetensors", {"format": "pt", "part": str(number)})
+def test_a_copy_in_another_folder_and_under_another_name_is_the_same_model(checkpoint: Path, copied: Path) -> None:
+    (copied / "model.safetensors").rename(copied / "other name.safetensors")
     assert identity_of(config_of(copied)) == identity_of(config_of(checkpoint))
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_two_checkpoints_that_differ_in_one_tensor_are_two(config: VllmConfig, copied: Path, name: str) -> None:
+def divide(folder: Path) -> None:
+    """Divide the weights of a model into two files."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").unlink()
+    for number, chosen in enumerate((names[3:], names[:3])):
+        save_file({name: tensors[name] for name in chosen}, folder / f"{number}.safetensors", {"format": "pt"})
+
+
+def test_the_order_of_the_files_does_not_matter_but_how_tensors_are_spread_over_them(
+    config: VllmConfig, copied: Path
+) -> None:
+    found = [weights_of(copied)]
+    divide(copied)
+    found.append(weights_of(copied))
+    (copied / "0.safetensors").rename(copied / "2.safetensors")
+    found.append(weights_of(copied))
+    assert (found[0] == found[1], found[1] == found[2]) == (False, True)
+    (copied / "1.safetensors").unlink()
+    assert weights_of(copied) not in found
+
+
+def test_a_hubs_link_gives_the_same_identity_without_reading_the_blob(
+    config: VllmConfig, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, file = identity_of(config), copied / "model.safetensors"
+    (tmp_path / "blobs").mkdir()
+    blob = tmp_path / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+    file.rename(blob)
+    file.symlink_to(blob)
+    monkeypatch.setattr("hashlib.sha256", lambda data=b"": pytest.fail("read") if not data else true_sha256(data))
+    assert identity_of(config_of(copied)) == ours
+
+
+true_sha256 = hashlib.sha256
+
+
+def last_row(tensor: torch.Tensor) -> None:
+    tensor[-1] += 1
+
+
+def first_head(tensor: torch.Tensor) -> None:
+    tensor[: tensor.shape[0] // 4] += 1
+
+
+def ten_thousandth(tensor: torch.Tensor) -> None:
+    tensor.view(-1)[: max(1, tensor.numel() // 10_000)] += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("model.embed_tokens.weight", last_row),
+        ("model.layers.0.self_attn.k_proj.weight", first_head),
+        ("model.layers.0.self_attn.k_proj.weight", ten_thousandth),
+        ("model.norm.weight", ten_thousandth),
+    ],
+)
+def test_models_that_differ_in_a_few_bytes_anywhere_are_two(
+    config: VllmConfig, copied: Path, name: str, edit: Callable[[torch.Tensor], None]
+) -> None:
     tensors = load_file(copied / "model.safetensors")
-    tensors[name] = tensors[name] * 1.001
+    edit(tensors[name])
     save_file(tensors, copied / "model.safetensors", {"format": "pt"})
     assert changed(config, sets("model_config.model", str(copied))) == ["weights"]
-
-
-def test_every_tensor_counts(checkpoint: Path, copied: Path) -> None:
-    original = load_file(copied / "model.safetensors")
-    found = {weights_of(checkpoint)}
-    for name in original:
-        save_file(original | {name: original[name] + 1}, copied / "model.safetensors", {"format": "pt"})
-        found.add(identity.digest_of([copied / "model.safetensors"]))
-    assert len(found) == 1 + len(original)
-
-
-@pytest.mark.parametrize("kind", ["name", "type", "shape"])
-def test_names_types_and_shapes_count(tmp_path: Path, kind: str) -> None:
-    tensor = torch.zeros(8, 8, dtype=torch.int32)
-    others = {"name": {"b": tensor}, "type": {"a": tensor.view(torch.float32)}, "shape": {"a": tensor.reshape(4, 16)}}
-    save_file({"a": tensor}, tmp_path / "one.safetensors")
-    save_file(others[kind], tmp_path / "other.safetensors")
-    assert identity.digest_of([tmp_path / "one.safetensors"]) != identity.digest_of([tmp_path / "other.safetensors"])
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "pt", "tensorizer"])
@@ -250,9 +289,10 @@ def test_weights_that_are_not_read_need_a_name(checkpoint: Path, load_format: st
         weights_of(checkpoint, load_format=load_format)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02" + bytes(7) + b"[]", b"\x08" + bytes(7) + b'{"a": 1}'])
-def test_files_that_cannot_be_read_are_named(config: VllmConfig, copied: Path, content: bytes) -> None:
-    (copied / "model.safetensors").write_bytes(content)
+@pytest.mark.parametrize("kind", ["a link to nothing", "a folder"])
+def test_files_that_cannot_be_read_are_named(config: VllmConfig, copied: Path, kind: str) -> None:
+    other = copied / "other.safetensors"
+    other.mkdir() if kind == "a folder" else other.symlink_to("nowhere")
     with pytest.raises(ParamError, match=r"weights: .*copied elsewhere: its safetensors files cannot be read"):
         changed(config, sets("model_config.model", str(copied)))
 
@@ -295,8 +335,22 @@ def test_a_snapshot_of_the_hub_has_its_commit_as_revision(config: VllmConfig, ch
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def parts(folder: Path, *, name: str = "a", config: Any = None, **changes: Any) -> Any:
-    return Adapters(config).parts(LoRARequest(name, 1, str(folder), **changes))
+@pytest.fixture
+def known() -> Iterator[Adapters]:
+    made = Adapters(None)
+    yield made
+    made.stop()
+
+
+def parts(
+    folder: Path, *, name: str = "a", number: int = 1, config: Any = None, known: Adapters | None = None, **changes: Any
+) -> Any:
+    """Return what KV of an adapter depends on, as a new request asks for it."""
+    request = LoRARequest(name, number, str(folder), **changes)
+    adapters = known or Adapters(config)
+    adapters.begin(request)
+    wait_until(lambda: not adapters.pending(request))
+    return adapters.parts(request)
 
 
 def test_no_adapter_has_no_parts() -> None:
@@ -305,7 +359,8 @@ def test_no_adapter_has_no_parts() -> None:
 
 def test_what_an_adapter_is(tmp_path: Path) -> None:
     one = parts(adapter(tmp_path / "one", 1.0))
-    assert parts(adapter(tmp_path / "copy", 1.0)) == one
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    assert parts(tmp_path / "copy") == one
     others = [
         parts(adapter(tmp_path / "weights", 2.0)),
         parts(adapter(tmp_path / "scale", 1.0, alpha=16)),
@@ -318,23 +373,83 @@ def test_what_an_adapter_is(tmp_path: Path) -> None:
     assert len({repr(each) for each in others}) == len(others)
 
 
-def test_an_adapter_is_as_it_was_loaded(tmp_path: Path) -> None:
+def test_adapters_that_differ_in_one_row_of_a_rank_or_in_any_file_are_others(tmp_path: Path) -> None:
+    found = [parts(adapter(tmp_path / "one", 1.0))]
+    tensors = load_file(tmp_path / "one" / "adapter_model.safetensors")
+    tensors["layer.lora_A.weight"][-1] += 1
+    save_file(tensors, tmp_path / "one" / "adapter_model.safetensors")
+    found.append(parts(tmp_path / "one"))
+    (tmp_path / "one" / "new_embeddings.safetensors").write_bytes(b"embeddings")
+    found.append(parts(tmp_path / "one"))
+    (tmp_path / "one" / "new_embeddings.safetensors").rename(tmp_path / "one" / "unused")
+    found.append(parts(tmp_path / "one"))
+    assert len({repr(each) for each in found}) == 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_adapter_whose_files_change_has_no_name_until_it_is_loaded_under_another_id(
+    tmp_path: Path, known: Adapters, in_place: bool
+) -> None:
+    """vLLM may have loaded either: it loads again what it has evicted, and in place in each step."""
     folder = adapter(tmp_path / "one", 1.0)
-    known = Adapters(None)
-    loaded = known.parts(LoRARequest("a", 1, str(folder)))
+    loaded = parts(folder, known=known)
+    assert parts(folder, known=known, load_inplace=in_place) == loaded
     shutil.rmtree(folder)
     adapter(folder, 2.0)
-    assert known.parts(LoRARequest("a", 1, str(folder))) == loaded
-    assert known.parts(LoRARequest("a", 2, str(folder))) != loaded, "vLLM loads it under another number"
-    assert known.parts(LoRARequest("a", 1, str(folder), load_inplace=True)) != loaded
+    with pytest.raises(ValueError, match="its files have changed; load it under another id"):
+        parts(folder, known=known, load_inplace=in_place)
+    with pytest.raises(ValueError, match="its files have changed"):
+        parts(folder, known=known)
+    assert parts(folder, known=known, number=2) not in (loaded, None)
 
 
-@pytest.mark.parametrize("content", ["[]", "5", "{"])
-def test_an_adapter_with_a_wrong_configuration_is_an_error_of_its_own(tmp_path: Path, content: str) -> None:
+def test_an_adapter_that_vllm_loads_in_each_step_is_looked_at_in_each(tmp_path: Path, known: Adapters) -> None:
     folder = adapter(tmp_path / "one", 1.0)
-    (folder / "adapter_config.json").write_text(content)
-    if content == "[]":  # dict([]) is empty: vLLM says what is wrong
-        assert parts(folder)
-    else:
-        with pytest.raises((ValueError, TypeError)):
-            parts(folder)
+    request = LoRARequest("a", 1, str(folder), load_inplace=True)
+    parts(folder, known=known, load_inplace=True)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="its files have changed"):
+        known.parts(request)
+
+
+def test_another_path_under_a_known_id_has_no_name(tmp_path: Path, known: Adapters) -> None:
+    one, other = adapter(tmp_path / "one", 1.0), adapter(tmp_path / "other", 2.0)
+    parts(one, known=known)
+    with pytest.raises(ValueError, match="its files have changed"):
+        parts(other, known=known)
+
+
+def test_nobody_waits_while_an_adapter_is_digested(
+    tmp_path: Path, known: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, digest_of = threading.Event(), identity.digest_of
+    monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
+    request = LoRARequest("a", 1, str(adapter(tmp_path / "one", 1.0)))
+    for _ in range(3):
+        known.begin(request)
+        assert known.pending(request)
+        with pytest.raises(OSError):  # noqa: PT011 (it has no text)
+            known.parts(request)
+    may_go.set()
+    wait_until(lambda: not known.pending(request))
+    assert known.parts(request)
+
+
+def test_an_adapter_that_could_not_be_read_is_tried_again_for_the_next_request(tmp_path: Path, known: Adapters) -> None:
+    with pytest.raises(ValueError, match="it has no files on this host"):
+        parts(tmp_path / "one", known=known)
+    assert parts(adapter(tmp_path / "one", 1.0), known=known)
+
+
+def test_an_adapter_that_changes_while_it_is_digested_has_no_name(
+    tmp_path: Path, known: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, digest_of = adapter(tmp_path / "one", 1.0), identity.digest_of
+
+    def digest(path: Path) -> str:
+        (folder / "adapter_config.json").write_text("{}")
+        return digest_of(path)
+
+    monkeypatch.setattr(identity, "digest_of", digest)
+    with pytest.raises(ValueError, match="or they change"):
+        parts(folder, known=known)

@@ -23,16 +23,14 @@ logger = logging.getLogger("vllm.datadist.weights")  # vLLM shows logs below its
 
 _CHUNK: Final = 4 << 20
 _TOLD_S: Final = 5.0
-#: A process looks so often, and so many times, whether another one has ended.
-_TURN_S, _TURNS = 0.1, 3000
-#: A change of that age cannot be followed by one with the same time.
-_SETTLED_S: Final = 2.0
+_TURN_S, _TURNS = 0.1, 3000  # how often, and how many times, to look whether another process has ended
+_SETTLED_S: Final = 2.0  # a change of that age cannot be followed by one with the same time
+_KEPT_BYTES: Final = 16 << 20  # smaller files are digested at once
 _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 _warn: Final = cache(partial(logger.warning, "each start digests the weights, because digests cannot be kept: %s"))
 
-#: Device, inode, size, and the times of the last change of content and of any change.
-Stamp = tuple[int, int, int, int, int]
+Stamp = tuple[int, int, int, int, int]  # device, inode, size, times of the last change of content and of any
 
 
 def stamp_of(about: os.stat_result) -> Stamp:
@@ -86,7 +84,7 @@ def _known(path: Path) -> str | None:
 
 
 def _keep(path: Path, stamp: Stamp, digest: str) -> None:
-    if time.time() - stamp[-1] / 1e9 > _SETTLED_S:
+    if stamp[2] >= _KEPT_BYTES and time.time() - stamp[-1] / 1e9 > _SETTLED_S:
         try:
             new = _place(path).with_suffix(f".{threading.get_native_id()}")
             new.write_text(f"{stamp} {digest}")
