@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,13 @@ def _as_on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))  # vLLM keeps its own folder
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Captures vLLM's log, which its own handler keeps from the root."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import threading
 import time
@@ -24,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
-from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, rank, worker
+from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, identity, rank, worker
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.worker import RankWorker
@@ -187,13 +186,6 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """Captures vLLM's log, which its own handler keeps from the root."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    return caplog
-
-
-@pytest.fixture
 def make() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
@@ -204,6 +196,7 @@ def make() -> Iterator[Callable[..., Engine]]:
     yield one
     for each in made:
         each.worker.stop()
+        each.scheduler.stop()
 
 
 def offered(prefill: Engine, name: str, blocks: list[int]) -> dict[str, Any]:
@@ -564,33 +557,88 @@ def test_wrong_accept_versions_end_the_start(make: Callable[..., Engine]) -> Non
         make("decode", accept_versions="0.32")
 
 
+def adapted(name: str, params: Any, folder: Path | None, number: int = 1) -> Request:
+    request = asked(name, params, PROMPT)
+    request.lora_request = LoRARequest("a", number, str(folder)) if folder else None
+    return request
+
+
+def add(engine: Engine, request: Request) -> int | None:
+    """Add a request; return what vLLM is told when the request's adapter is known."""
+    engine.scheduler.on_new_request(request)
+    wait_until(lambda: engine.scheduler.matched_tokens(request, 0) is not None)
+    return engine.scheduler.matched_tokens(request, 0)
+
+
 def test_adapters_of_one_name_with_other_weights_do_not_fit(make: Callable[..., Engine], tmp_path: Path) -> None:
     prefill, decode = make("prefill"), make("decode")
     one, other = (adapter(tmp_path / name, scale) for name, scale in (("one", 1.0), ("other", 2.0)))
     for number, (theirs, ours, fits) in enumerate([(one, one, True), (one, other, False), (one, None, False)]):
-        request = asked(f"p{number}", {"do_remote_decode": True}, PROMPT)
-        request.lora_request = LoRARequest("a", 1 + (theirs is other), str(theirs))
-        prefill.scheduler.on_new_request(request)
+        request = adapted(f"p{number}", {"do_remote_decode": True}, theirs)
+        assert add(prefill, request) == 0
         prefill.compute(request, [1, 2, 3], len(PROMPT))
         params = prefill.finish(request, [1, 2, 3])
-        reader = asked(f"d{number}", params, PROMPT)
-        reader.lora_request = LoRARequest("a", 1 + (ours is other), str(ours)) if ours else None
-        decode.scheduler.on_new_request(reader)
+        add(decode, adapted(f"d{number}", params, ours, 1 + (ours is other)))
         assert (f"d{number}" in decode.scheduler.take_orders(NOTHING).claims) is fits
+
+
+def test_requests_wait_while_their_adapter_is_digested_and_others_do_not(
+    make: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = make("prefill"), make("decode")
+    folder = adapter(tmp_path / "one", 1.0)
+    request = adapted("first", {"do_remote_decode": True}, folder)
+    add(prefill, request)
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    params = prefill.finish(request, [1, 2, 3])
+    may_go, digest_of = threading.Event(), identity.digest_of
+    monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
+    waiting = adapted("second", {"do_remote_decode": True}, folder, 2), adapted("third", params, folder)
+    for engine, each in zip((prefill, decode), waiting, strict=True):
+        engine.scheduler.on_new_request(each)
+        assert engine.scheduler.matched_tokens(each, 0) is None
+        assert decode.scheduler.take_orders(NOTHING).claims == {}, "nothing is claimed before the prompt is compared"
+        assert add(engine, asked("plain", {}, PROMPT)) == 0
+    aborted = adapted("aborted", params, folder)
+    decode.scheduler.on_new_request(aborted)
+    assert decode.scheduler.finished(aborted, ([],)) == (False, None)
+    may_go.set()
+    wait_until(lambda: decode.scheduler.matched_tokens(waiting[1], 0) == len(PROMPT) - 1)
+    orders = decode.scheduler.take_orders(NOTHING)
+    assert (list(orders.claims), orders.drops, orders.refused) == (["third"], [], [])
 
 
 def test_an_adapter_that_cannot_be_told_apart_is_not_offered(
     make: Callable[..., Engine], tmp_path: Path, caplog_vllm: pytest.LogCaptureFixture
 ) -> None:
-    folder = adapter(tmp_path / "one", 1.0)
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    request = asked("one", {"do_remote_decode": True}, PROMPT)
-    request.lora_request = LoRARequest("a", 1, str(folder))
+    request = adapted("one", {"do_remote_decode": True}, tmp_path / "nowhere")
     prefill = make("prefill")
-    prefill.scheduler.on_new_request(request)
+    assert add(prefill, request) == 0
     prefill.compute(request, [1, 2, 3], len(PROMPT))
     assert prefill.finish(request, [1, 2, 3]) is None
     assert "the KV of request one cannot be named" in caplog_vllm.text
+
+
+def test_an_adapter_of_no_safetensors_file_is_known_by_its_other_files(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    folder = adapter(tmp_path / "one", 1.0)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    request = adapted("one", {"do_remote_decode": True}, folder)
+    prefill = make("prefill")
+    assert add(prefill, request) == 0
+    prefill.compute(request, [1, 2, 3], len(PROMPT))
+    assert prefill.finish(request, [1, 2, 3]) is not None
+
+
+def test_the_end_of_a_scheduler_ends_the_threads_that_digest(make: Callable[..., Engine], tmp_path: Path) -> None:
+    prefill = make("prefill")
+    add(prefill, adapted("one", {"do_remote_decode": True}, adapter(tmp_path / "one", 1.0)))
+    connector = LLMDataDistConnector.__new__(LLMDataDistConnector)
+    vars(connector)["_scheduler"] = prefill.scheduler
+    connector.shutdown()
+    connector.shutdown()
+    assert not [each for each in threading.enumerate() if each.name.startswith("lldd-vllm-adapter")]
 
 
 def adapter(folder: Path, scale: float, alpha: int = 8) -> Path:

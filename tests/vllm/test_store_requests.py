@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,15 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
-from llm_datadist.errors import LLMException
-from llm_datadist.integrations.vllm import LLMDataDistStoreConnector, store_scheduler
+from llm_datadist.errors import LLMException, ParamError
+from llm_datadist.integrations.vllm import LLMDataDistStoreConnector, connector, identity, store_scheduler
+from llm_datadist.integrations.vllm.connector import TRIED
 from llm_datadist.integrations.vllm.layout import Layout
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreScheduler, StoreTold
 from llm_datadist.integrations.vllm.store_worker import StoreWorker, namespace_of
 from llm_datadist.store.messages import MAX_LOOKUP_KEYS
+from tests.support.moves import wait_until
+from tests.support.source import ROOT
 from tests.vllm.test_layouts import configured, spec_of
 from tests.vllm.test_requests import adapter
 
@@ -435,8 +439,14 @@ def test_a_save_of_more_keys_than_one_lookup_takes_has_failed_only_if_one_is_mis
     assert (ended, client.held) == ([(7, missing is not None)], 0)
 
 
-def saved_keys(scheduler: StoreScheduler, request: Request) -> list[bytes]:
+def add(scheduler: StoreScheduler, request: Request) -> None:
+    """Add a request, and wait until its adapter is known."""
     scheduler.on_new_request(request)
+    wait_until(lambda: scheduler.matched_tokens(request, 0) is not None)
+
+
+def saved_keys(scheduler: StoreScheduler, request: Request) -> list[bytes]:
+    add(scheduler, request)
     order = step(scheduler, {request.request_id: request.num_tokens}, {request.request_id: [1, 2, 3, 4, 5]}).save
     tell(scheduler, ended=Counter({order[0]: 2}))
     scheduler.finished(request, ([],))
@@ -458,9 +468,95 @@ def test_a_salt_and_an_adapter_are_part_of_every_key(scheduler: StoreScheduler, 
     assert len({*plain, *of_one, *of_other, *salted}) == 16
 
 
-def test_the_kv_of_an_adapter_without_files_is_not_stored(scheduler: StoreScheduler, tmp_path: Path) -> None:
-    request = asked("a", 18, LoRARequest("a", 1, str(tmp_path)))
-    scheduler.on_new_request(request)
+def test_the_kv_of_an_adapter_without_files_is_not_stored(
+    scheduler: StoreScheduler, tmp_path: Path, caplog_vllm: pytest.LogCaptureFixture
+) -> None:
+    request = asked("a", 18, LoRARequest("a", 1, str(tmp_path / "nowhere")))
+    add(scheduler, request)
     assert scheduler.matched_tokens(request, 0) == 0
     assert step(scheduler, {"a": 18}, {"a": [1, 2, 3, 4, 5]}).save is None
     scheduler.finished(request, ([],))
+    assert caplog_vllm.text.count("the KV of request a is not stored") == 1
+
+
+def test_while_an_adapter_is_digested_its_requests_wait_and_nothing_of_them_is_saved(
+    scheduler: StoreScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go, digest_of = threading.Event(), identity.digest_of
+    monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
+    request, plain = asked("a", 18, LoRARequest("a", 1, str(adapter(tmp_path / "one", 1.0)))), asked("b", 18)
+    for each in (request, plain):
+        scheduler.on_new_request(each)
+    assert [scheduler.matched_tokens(each, 0) for each in (request, plain)] == [None, 0]
+    blocks = {"a": [1, 2, 3, 4, 5], "b": [6, 7, 8, 9, 10]}
+    order = step(scheduler, {"a": 18, "b": 18}, blocks).save
+    assert order[1:3] == (list(plain.block_hashes), [6, 7, 8, 9]), "vLLM computes it although it was to wait"
+    tell(scheduler, ended=Counter({order[0]: 2}))
+    may_go.set()
+    wait_until(lambda: scheduler.matched_tokens(request, 0) == 0)
+    order = step(scheduler, {"a": 18, "b": 0}, blocks).save
+    assert order[2] == [1, 2, 3, 4]
+    assert not {*order[1]} & {*request.block_hashes}
+    tell(scheduler, ended=Counter({order[0]: 2}))
+
+
+def test_the_kv_of_an_adapter_whose_files_change_is_saved_no_more_and_its_hits_are_released(
+    scheduler: StoreScheduler, tmp_path: Path
+) -> None:
+    folder = adapter(tmp_path / "one", 1.0)
+    running, waiting = (asked(name, 18, LoRARequest("a", 1, str(folder))) for name in "ab")
+    keys = saved_keys(scheduler, asked("before", 18, LoRARequest("a", 1, str(folder))))
+    for each in clients(scheduler):
+        each.keys = set(keys)
+    for request in (running, waiting):
+        add(scheduler, request)
+        assert scheduler.matched_tokens(request, 0) == 16
+    (folder / "adapter_config.json").write_text("{}")
+    scheduler.on_new_request(asked("c", 18, LoRARequest("a", 1, str(folder))))
+    assert step(scheduler, {"a": 18}, {"a": [1, 2, 3, 4, 5]}).save is None
+    assert scheduler.matched_tokens(waiting, 0) == 0
+    assert [each.held for each in clients(scheduler)] == [0, 0]
+
+
+# --- what is looked at when an engine starts --------------------------------------------------------------------------
+
+
+def test_hashes_of_fewer_tokens_than_a_block_are_refused_when_the_engine_starts() -> None:
+    made: Any = LLMDataDistStoreConnector.__new__(LLMDataDistStoreConnector)
+    config, half = SimpleNamespace(cache_config=SimpleNamespace(block_size=64)), SimpleNamespace(pool=None)
+    vars(made).update(_vllm_config=config, _scheduler=half)
+    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
+    with pytest.raises(ParamError, match="hash_block_size=16: must be the block size, 64"):
+        made.bind_gpu_block_pool(pool)
+    assert half.pool is None
+    config.cache_config.block_size = 16
+    made.bind_gpu_block_pool(pool)
+    assert half.pool is pool
+
+
+@pytest.mark.parametrize(
+    ("version", "role", "warned"),
+    [
+        ("0.99.7", KVConnectorRole.SCHEDULER, True),
+        ("0.99.8", KVConnectorRole.WORKER, False),
+        (f"{TRIED[0]}+cpu", KVConnectorRole.SCHEDULER, False),
+    ],
+)
+def test_one_warning_says_that_a_version_of_vllm_was_never_tried(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog_vllm: pytest.LogCaptureFixture,
+    version: str,
+    role: KVConnectorRole,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(connector, "vllm_version", version)
+    config, cache = storable([spec_of()], **GOOD | {"extra": {}})
+    for _ in range(2):
+        with pytest.raises(LLMException), set_current_vllm_config(config, check_compile=False):
+            LLMDataDistStoreConnector(config, role, cache)
+    assert caplog_vllm.text.count(f"vLLM {version} was never tried with these connectors; {TRIED[0]} was") == warned
+
+
+def test_the_page_names_the_versions_that_were_tried() -> None:
+    (row,) = [line for line in (ROOT / "docs" / "vllm.md").read_text().splitlines() if line.startswith("| vLLM |")]
+    assert row == f"| vLLM | {', '.join(TRIED)} (T) | |"
