@@ -25,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm import LLMDataDistConnector, identity
 from llm_datadist.integrations.vllm.identity import Adapters, differences, identity_of
+from llm_datadist.integrations.weights import digest_of
 from model import build
 from tests.support.moves import wait_until
 from tests.vllm.test_requests import adapter
@@ -422,7 +423,7 @@ def test_another_path_under_a_known_id_has_no_name(tmp_path: Path, known: Adapte
 def test_nobody_waits_while_an_adapter_is_digested(
     tmp_path: Path, known: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go, digest_of = threading.Event(), identity.digest_of
+    may_go = threading.Event()
     monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
     request = LoRARequest("a", 1, str(adapter(tmp_path / "one", 1.0)))
     for _ in range(3):
@@ -444,7 +445,7 @@ def test_an_adapter_that_could_not_be_read_is_tried_again_for_the_next_request(t
 def test_an_adapter_that_changes_while_it_is_digested_has_no_name(
     tmp_path: Path, known: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, digest_of = adapter(tmp_path / "one", 1.0), identity.digest_of
+    folder = adapter(tmp_path / "one", 1.0)
 
     def digest(path: Path) -> str:
         (folder / "adapter_config.json").write_text("{}")

@@ -27,6 +27,7 @@ from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, identi
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.scheduler import Scheduler
 from llm_datadist.integrations.vllm.worker import RankWorker
+from llm_datadist.integrations.weights import digest_of
 from llm_datadist.types.grant import Grant
 from tests.support.moves import wait_until
 from tests.vllm.odd import odd_params
@@ -591,7 +592,7 @@ def test_requests_wait_while_their_adapter_is_digested_and_others_do_not(
     add(prefill, request)
     prefill.compute(request, [1, 2, 3], len(PROMPT))
     params = prefill.finish(request, [1, 2, 3])
-    may_go, digest_of = threading.Event(), identity.digest_of
+    may_go = threading.Event()
     monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
     waiting = adapted("second", {"do_remote_decode": True}, folder, 2), adapted("third", params, folder)
     for engine, each in zip((prefill, decode), waiting, strict=True):
@@ -634,7 +635,7 @@ def test_an_adapter_of_no_safetensors_file_is_known_by_its_other_files(
 def test_the_end_of_a_scheduler_ends_the_threads_that_digest(make: Callable[..., Engine], tmp_path: Path) -> None:
     prefill = make("prefill")
     add(prefill, adapted("one", {"do_remote_decode": True}, adapter(tmp_path / "one", 1.0)))
-    connector = LLMDataDistConnector.__new__(LLMDataDistConnector)
+    connector: Any = LLMDataDistConnector.__new__(LLMDataDistConnector)
     vars(connector)["_scheduler"] = prefill.scheduler
     connector.shutdown()
     connector.shutdown()

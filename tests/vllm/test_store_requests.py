@@ -28,6 +28,7 @@ from llm_datadist.integrations.vllm.connector import TRIED
 from llm_datadist.integrations.vllm.layout import Layout
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreScheduler, StoreTold
 from llm_datadist.integrations.vllm.store_worker import StoreWorker, namespace_of
+from llm_datadist.integrations.weights import digest_of
 from llm_datadist.store.messages import MAX_LOOKUP_KEYS
 from tests.support.moves import wait_until
 from tests.support.source import ROOT
@@ -482,7 +483,7 @@ def test_the_kv_of_an_adapter_without_files_is_not_stored(
 def test_while_an_adapter_is_digested_its_requests_wait_and_nothing_of_them_is_saved(
     scheduler: StoreScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go, digest_of = threading.Event(), identity.digest_of
+    may_go = threading.Event()
     monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
     request, plain = asked("a", 18, LoRARequest("a", 1, str(adapter(tmp_path / "one", 1.0)))), asked("b", 18)
     for each in (request, plain):
