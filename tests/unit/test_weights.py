@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from llm_datadist.integrations import weights
-from llm_datadist.integrations.weights import digest_of, digests_of
 from tests.support.moves import wait_until
 
 SAID = "5a" * 32
@@ -23,7 +22,7 @@ import sys
 from pathlib import Path
 from llm_datadist.integrations import weights
 weights._SETTLED_S, weights._KEPT_BYTES, keep = -1, 1, weights._keep
-weights._keep = lambda path, *rest: (print("computed", path.name), keep(path, *rest))
+weights._keep = lambda path, *rest: (print(f"computed {path.name}\\n", end=""), keep(path, *rest))
 print(*weights.digests_of([Path(each) for each in sys.argv[1:]]))
 """
 
@@ -61,7 +60,7 @@ def plant(file: Path) -> None:
 
 def is_read(file: Path) -> bool:
     """Return True if the digest of a file is computed from its bytes."""
-    found = digest_of(file)
+    found = weights.digest_of(file)
     assert found in (SAID, *true_digests([file]))
     return found != SAID
 
@@ -71,7 +70,7 @@ def test_a_digest_is_sha256_of_every_byte(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(weights, "_CHUNK", 4096)
     file = tmp_path / "file"
     file.write_bytes(os.urandom(size))
-    assert digest_of(file) == true_digests([file])[0]
+    assert weights.digest_of(file) == true_digests([file])[0]
 
 
 # --- blobs of a hub ---------------------------------------------------------------------------------------------------
@@ -114,10 +113,10 @@ def test_a_blob_that_is_a_link_itself_is_read(tmp_path: Path) -> None:
 
 # --- kept digests -----------------------------------------------------------------------------------------------------
 def test_a_kept_digest_is_used_and_the_file_not_read(model: list[Path]) -> None:
-    assert digests_of(model) == true_digests(model)
+    assert weights.digests_of(model) == true_digests(model)
     for file in model:
         plant(file)
-    assert digests_of(model) == [SAID] * len(model)
+    assert weights.digests_of(model) == [SAID] * len(model)
     assert not any(is_read(file) for file in model)
 
 
@@ -155,7 +154,7 @@ def test_digests_of_small_files_are_not_kept_because_every_adapter_would_leave_o
     model: list[Path], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     monkeypatch.setattr(weights, "_KEPT_BYTES", 1001)
-    assert digests_of(model) == true_digests(model)
+    assert weights.digests_of(model) == true_digests(model)
     assert [each.suffix for each in cache.iterdir()] == [".lock"]
 
 
@@ -177,7 +176,7 @@ def test_nothing_is_written_beside_the_weights(model: list[Path]) -> None:
     folder = model[0].parent
     before = sorted(folder.iterdir())
     folder.chmod(0o500)
-    assert digests_of(model) == true_digests(model)
+    assert weights.digests_of(model) == true_digests(model)
     assert sorted(folder.iterdir()) == before
 
 
@@ -186,7 +185,7 @@ def test_without_a_cache_folder_each_digest_is_computed_and_one_warning_says_so(
 ) -> None:
     (tmp_path / "cache").write_text("no folder")
     for _ in range(2):
-        assert digests_of(model) == true_digests(model)
+        assert weights.digests_of(model) == true_digests(model)
     (warning,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert "digests cannot be kept" in warning.getMessage()
 
@@ -209,7 +208,7 @@ def changes(monkeypatch: pytest.MonkeyPatch, file: Path, times: int) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(model: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     changes(monkeypatch, model[0], 1)
-    found = digest_of(model[0])
+    found = weights.digest_of(model[0])
     assert found == true_digests(model[:1])[0]
 
 
@@ -218,7 +217,7 @@ def test_a_file_that_changes_each_time_it_is_read_is_refused(
 ) -> None:
     changes(monkeypatch, model[0], 100)
     with pytest.raises(OSError, match=r"0\.safetensors: changes while it is read"):
-        digest_of(model[0])
+        weights.digest_of(model[0])
     assert not list(cache.iterdir())
 
 
@@ -226,7 +225,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_all(model: list[Path]) -> Non
     model[3].unlink()
     model[3].symlink_to("nowhere")
     with pytest.raises(FileNotFoundError):
-        digests_of(model)
+        weights.digests_of(model)
 
 
 def test_progress_is_told_while_files_are_read(
@@ -241,7 +240,7 @@ def test_progress_is_told_while_files_are_read(
         true_keep(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(weights, "_keep", keep)
-    assert digests_of(model) == true_digests(model)
+    assert weights.digests_of(model) == true_digests(model)
 
 
 def test_one_process_of_several_computes_a_file(model: list[Path]) -> None:
@@ -257,7 +256,7 @@ def test_who_waits_goes_on_as_soon_as_all_digests_are_kept(model: list[Path], ca
     caplog.set_level(logging.INFO)
     with weights._place(model[0].parent).with_suffix(".lock").open("w") as lock, ThreadPoolExecutor(1) as thread:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        waiting = thread.submit(digests_of, model)
+        waiting = thread.submit(weights.digests_of, model)
         wait_until(lambda: "another process digests those in" in caplog.text)
         for file in model:
             assert is_read(file)
@@ -271,4 +270,4 @@ def test_a_process_that_stands_still_does_not_hold_the_others_for_ever(
     monkeypatch.setattr(weights, "_TURNS", 3)
     with weights._place(model[0].parent).with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert digests_of(model) == true_digests(model)
+        assert weights.digests_of(model) == true_digests(model)
