@@ -190,6 +190,14 @@ def test_without_a_cache_folder_each_digest_is_computed_and_one_warning_says_so(
     assert "digests cannot be kept" in warning.getMessage()
 
 
+def test_a_cache_folder_that_nobody_needs_is_no_reason_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    assert weights.digests_of([linked(tmp_path)]) == [SAID]
+    assert not caplog.records
+
+
 # --- computed digests -------------------------------------------------------------------------------------------------
 def changes(monkeypatch: pytest.MonkeyPatch, file: Path, times: int) -> None:
     """Let a file grow, so many times, when its first bytes have been digested."""

@@ -43,7 +43,8 @@ def digests_of(files: list[Path]) -> list[str]:
     pool = ThreadPoolExecutor(4, "lldd-vllm-digest")
     with ExitStack() as at_end:
         at_end.callback(pool.shutdown, cancel_futures=True)
-        _wait_for_others(files, at_end)
+        if not all(map(_known, files)):
+            _wait_for_others(files, at_end)
         running = [pool.submit(digest_of, file) for file in files]
         while (state := wait(running, _TOLD_S, FIRST_EXCEPTION)).not_done:
             done = [each.result() for each in state.done]  # or raise

@@ -13,7 +13,7 @@ request before, whether its own ends, is aborted or preempted. At most a quarter
 most as many as there are slots if KV is staged (`staging.py`); the others wait for a later step of their request.
 
 A key is vLLM's hash of all tokens up to the block's end, its salt and images; of an adapter the hash has only name and
-path, so a digest of the adapter's files is added.
+path, so a digest of the adapter's files is added; a request waits for it.
 
 Threads: one, vLLM's; the lookups of a store that does not answer are bounded (`StoreClient`).
 """
