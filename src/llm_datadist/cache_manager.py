@@ -104,10 +104,15 @@ class CacheManager(EngineUser):
         with engine.meters.span("remove_cache_key", "%s", cache_key):
             engine.store.remove_key(cache_key)
 
-    def allocate_blocks_cache(self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> Cache:
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None, *, granted_only: bool = False
+    ) -> Cache:
         """Allocate a blocks (paged) cache: ``shape[0]`` blocks per tensor.
 
         Marked to be deprecated; this library keeps it.
+
+        Args:
+            granted_only: As in :meth:`register_blocks_cache`.
 
         Raises:
             ParamError, OutOfMemory: As :meth:`allocate_cache`.
@@ -116,8 +121,9 @@ class CacheManager(EngineUser):
         Source: interface §6.4.
         """
         engine = self._engine
-        _, keys = check(ARGUMENTS, cache_desc=cache_desc, blocks_cache_key=blocks_cache_key)
-        return calls.allocate(engine, "allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys)
+        given = {"cache_desc": cache_desc, "blocks_cache_key": blocks_cache_key, "granted_only": granted_only}
+        _, keys, only = check(ARGUMENTS, **given)
+        return calls.allocate(engine, "allocate_blocks_cache", cache_desc, CacheKind.BLOCKS, keys, granted_only=only)
 
     def deallocate_blocks_cache(self, cache: Cache) -> None:
         """Deallocate a blocks cache and unbind its key (interface R27); empties ``cache.tensor_addrs``.
@@ -164,23 +170,32 @@ class CacheManager(EngineUser):
         addrs: list[int],
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
+        *,
+        granted_only: bool = False,
     ) -> Cache:
         """Register a blocks cache, as :meth:`register_cache`, but the newest binding of a key wins.
+
+        Args:
+            granted_only: Peers pull under a grant only and push nothing; other calls of theirs are a CacheError. An
+                extension. Default: False, or with ``llm.GrantedReads`` True.
 
         Source: interface §6.6.
         """
         given = {"cache_desc": cache_desc, "addrs": addrs, "blocks_cache_key": blocks_cache_key}
+        given["granted_only"] = granted_only
         return self._register("register_blocks_cache", CacheKind.BLOCKS, given, remote_accessible)
 
     def _register(self, call: str, kind: CacheKind, given: dict[str, object], remote_accessible: bool | None) -> Cache:
         engine = self._engine
-        cache_desc, addresses, keys = check(ARGUMENTS, **given)
+        cache_desc, addresses, keys, *only = check(ARGUMENTS, **given)
         accessible = arguments.check_accessible(remote_accessible, linked=engine.links.communicators.called)
         geometry = Geometry.of(cache_desc, kind)
         arguments.check_addresses(addresses, geometry)
         arguments.check_key_count(keys, geometry)
         with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-            entry = engine.store.register(geometry, addresses, keys, remote_accessible=accessible)
+            entry = engine.store.register(
+                geometry, addresses, keys, remote_accessible=accessible, granted_only=any(only)
+            )
         return calls.new_handle(engine, entry, cache_desc)
 
     def _unregister(self, cache: Cache) -> None:

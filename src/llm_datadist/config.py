@@ -66,6 +66,7 @@ TLS_CA: Final = "llm.TlsCa"
 MAX_LINK_AGE: Final = "llm.MaxLinkAge"
 SAME_USER_ONLY: Final = "llm.SameUserOnly"
 PEER_POLICY: Final = "llm.PeerPolicy"
+GRANTED_READS: Final = "llm.GrantedReads"
 NIXL_PLAINTEXT: Final = "llm.NixlPlaintext"
 INSECURE: Final = "llm.Insecure"
 INSECURE_VARIABLE: Final = "LLM_DATADIST_INSECURE"
@@ -202,6 +203,8 @@ class Options:
         f"a sixteenth of ``ulimit -n``, 1 to {_MAX_LINKS}")
     write_by_address: bool = _row("llm.WriteByAddress", kinds.FLAG, True,
         "Lets peers name memory by raw addresses and write there, without RCA too.")
+    granted_reads: bool = _row(GRANTED_READS, kinds.FLAG, False,
+        "Lets peers read every blocks cache under grants only, and write none.")
     credentials: CredentialFiles | None = None
     max_link_age: float | None = _row(MAX_LINK_AGE, kinds.LINK_AGE, None,
         "Seconds after which both sides of a link authenticate each other again; needs credentials.", "never")

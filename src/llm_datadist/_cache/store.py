@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
+from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._cache.registry import DRAIN, NOTHING, Effects, Entry, Key, Registry, key_of
 from llm_datadist._checks import typed_memory_error
 from llm_datadist._deadline import Deadline
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from llm_datadist._cache.geometry import Geometry
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
+    from llm_datadist._native import LentBlocks
     from llm_datadist.config import Options
 
+    Bindable = list[tuple[Key, int]]
     KeyedRows = Sequence[tuple[CacheKey | BlocksCacheKey, int]]
 
 #: First cache id of each ``init``, far apart: an id that outlives its ``init`` names no later cache.
@@ -56,6 +59,7 @@ class Storage:
     offsets: bytes  # uint64 offset, or non-pool address, per tensor, little-endian
     allocation: Allocation | None  # None for registered memory
     segments: tuple[Segment, ...]  # those that hold tensors; views of them keep the memory mapped
+    lent: dict[tuple[int, int], LentBlocks] | None = None  # of active grants, by their guards; None if reads need none
     tag: int = field(default_factory=itertools.count(1).__next__)  # unique, for :attr:`CacheStore.quiesce`
 
     @property
@@ -149,6 +153,7 @@ class CacheStore:
         self.registry = Registry(next(first_ids))
         self.writers = WriteIntents()
         self.remote_accessible = options.remote_accessible
+        self._granted_reads = options.granted_reads
         self.quiesce: Callable[[Storage], None] = lambda storage: None
         self.freed: Callable[[Entry], None] = lambda entry: None
         self._patience_ms = options.sync_kv_timeout_ms
@@ -163,7 +168,7 @@ class CacheStore:
         self.exports = Exports(incarnation, regions, self._guards, writable, self.writers, users=users)
 
     @typed_memory_error("allocate")
-    def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline) -> Entry:
+    def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline, **access: bool) -> Entry:
         """Take memory and bind ``(key, row)`` pairs, or neither. Waits only for quarantined memory.
 
         ParamError: the placement has no pool (interface R12). KeyInUse: a key is bound (interface R3). OutOfMemory: the
@@ -175,27 +180,27 @@ class CacheStore:
         allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
             storage = self.pools.storage_of(geometry, allocation)
-            return self._add(geometry, storage, bindable)
+            return self._add(geometry, storage, bindable, **access)
         except BaseException:
             allocation.free()
             raise
 
     @typed_memory_error("register")
-    def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, *, remote_accessible: bool) -> Entry:
-        """Add memory of the user, one checked address per tensor."""
+    def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, **access: bool) -> Entry:
+        """Add memory of the user, one checked address per tensor; ``access``: keywords of :meth:`_add`."""
         storage = self.pools.storage_at(addrs, geometry.tensor_bytes)
-        return self._add(geometry, storage, _bindable(keys), remote_accessible=remote_accessible)
+        return self._add(geometry, storage, _bindable(keys), **access)
 
     def _add(
-        self, geometry: Geometry, storage: Storage, bindable: list[tuple[Key, int]], *, remote_accessible: bool = True
+        self, geometry: Geometry, storage: Storage, bindable: Bindable, *, granted_only: bool = False, **access: bool
     ) -> Entry:
         owned = storage.allocation is not None
+        if geometry.kind is CacheKind.BLOCKS and (granted_only or self._granted_reads):
+            storage = replace(storage, lent={})
         guards = self._guards.allocate_many(1 + len(bindable))
         try:
             bindings = [(key, row, guard) for (key, row), guard in zip(bindable, guards[1:], strict=True)]
-            entry, effects = self.registry.add(
-                geometry, storage, guards[0], bindings, owned=owned, remote_accessible=remote_accessible
-            )
+            entry, effects = self.registry.add(geometry, storage, guards[0], bindings, owned=owned, **access)
         except BaseException:
             for guard in guards:
                 self._guards.release(guard.slot)
@@ -332,7 +337,7 @@ class _Use(msgspec.Struct, eq=False):
             self.store.apply(effects)
 
 
-def _bindable(keys: KeyedRows) -> list[tuple[Key, int]]:
+def _bindable(keys: KeyedRows) -> Bindable:
     """Return (table key, row) of each key but placeholders (interface R4)."""
     return [(table_key, row) for key, row in keys if (table_key := key_of(key)) is not None]
 

@@ -239,7 +239,7 @@ class Resolved(Numbered, frozen=True):
 
     ``geometry`` is not decoded here. ``regions`` are uint32 and ``offsets`` uint64, little-endian, one for each tensor;
     both are empty if the target moves the bytes: then indices name tensors. If ``pin`` is 0, nothing is to be released,
-    and the answer may be cached while the guards hold.
+    and the answer may be cached while the guards hold. ``granted_only``: each read needs an active grant, too.
     """
 
     cache_id: int
@@ -249,6 +249,7 @@ class Resolved(Numbered, frozen=True):
     offsets: bytes
     guards: Annotated[list[Guarded], msgspec.Meta(max_length=MAX_GUARDS)]
     pin: Id
+    granted_only: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError, a ProtocolError of :func:`decode`, if the geometry is no peer's."""

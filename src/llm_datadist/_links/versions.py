@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 VERSIONS: Final = (11, 11)
 READS_BY_KEY: Final = "reads-by-key"
 QUESTIONS: Final = "questions"
-FEATURES: Final = [QUESTIONS, READS_BY_KEY]
+GRANTED_ONLY: Final = "granted-only"
+FEATURES: Final = [GRANTED_ONLY, QUESTIONS, READS_BY_KEY]
 
 
 class Spoken(NamedTuple):

@@ -23,6 +23,7 @@ from llm_datadist._native._native import (
     CopyPool,
     Ending,
     GuardSet,
+    LentBlocks,
     Meter,
     OperationMeter,
     Plan,

@@ -412,16 +412,31 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
     """
 
 @final
+class LentBlocks:
+    """Ascending blocks, of ``stride`` bytes, that a grant lends. Any thread."""
+
+    def __init__(self, blocks: list[int], stride: int) -> None: ...
+    def hold(self, plan: Plan) -> bool:
+        """Return True if the source of every run lies inside."""
+
+@final
 class ReplyCache:
     """Replies to one link's lane requests, by verb and handle; at most 4096. Any thread."""
 
     def __init__(self) -> None: ...
     def keep(
-        self, handle: bytes, write: bool, tensors: TensorList, guards: Sequence[tuple[int, int]], tag: int, mapped: bool
+        self,
+        handle: bytes,
+        write: bool,
+        tensors: TensorList,
+        guards: Sequence[tuple[int, int]],
+        tag: int,
+        mapped: bool,
+        lent: LentBlocks | None = None,
     ) -> None:
         """Keep the reply for all tensors of a handle, until a guard changes or :meth:`LaneEngine.quiesce` of the tag.
 
-        A full table is emptied first.
+        With ``lent`` only for these blocks. A full table is emptied first.
         """
 
     def __len__(self) -> int: ...

@@ -107,10 +107,10 @@ inline void py_reply(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, b
 }
 
 inline void py_keep(ReplyCache& replies, const nb::bytes& handle, bool write, const TensorList& tensors,
-                    const GuardList& guards, std::int64_t tag, bool mapped) {
+                    const GuardList& guards, std::int64_t tag, bool mapped, std::shared_ptr<LentBlocks> lent) {
     const CopySide all = tensors.side(0, "granted");
     replies.keep(write, std::string(handle.c_str(), handle.size()),
-                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped});
+                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped, std::move(lent)});
 }
 
 inline nb::object text_object(const std::string& text) {
@@ -198,9 +198,14 @@ void bind_lanes(nb::module_& m) {
     m.def("decode_request", &py_decode_request, "meta"_a);
     m.attr("MAX_REQUEST_RUNS") = LaneRequest::max_runs;
 
+    nb::class_<LentBlocks>(m, "LentBlocks", nb::is_final())
+        .def(nb::init<std::vector<std::uint64_t>, std::uint64_t>(), "blocks"_a, "stride"_a)
+        .def("hold", [](const LentBlocks& self, const MovePlan& plan) { return self.hold(plan.run_list()); }, "plan"_a);
+
     nb::class_<ReplyCache>(m, "ReplyCache", nb::is_final())
         .def(nb::init<>())
-        .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
+        .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a,
+             "lent"_a = nb::none())
         .def("__len__", &ReplyCache::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())

@@ -4,6 +4,7 @@
 // table is full. Requests that do not fit the reply go to Python, which refuses them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -88,18 +89,42 @@ struct LaneRequest {
     std::string_view spans;
 };
 
+// Ascending blocks, of `stride` bytes, that a grant lends.
+class LentBlocks {
+public:
+    LentBlocks(std::vector<std::uint64_t> blocks, std::uint64_t stride) : blocks_(std::move(blocks)), stride_(stride) {}
+
+    // True if the source of every run lies inside.
+    bool hold(std::pair<const Run*, std::size_t> runs) const {
+        return std::all_of(runs.first, runs.first + runs.second, [this](const Run& run) {
+            if (run_ends_outside(run.src, run.bytes, INT64_MAX)) return false;
+            const std::uint64_t first = run.src / stride_;
+            const std::uint64_t more = (run.src + run.bytes - (run.bytes > 0)) / stride_ - first;
+            const auto at = std::lower_bound(blocks_.begin(), blocks_.end(), first);
+            return more < static_cast<std::uint64_t>(blocks_.end() - at) && *at == first &&
+                   *(at + static_cast<std::ptrdiff_t>(more)) == first + more;
+        });
+    }
+
+private:
+    std::vector<std::uint64_t> blocks_;
+    std::uint64_t stride_;
+};
+
 struct CachedReply {
     std::vector<std::uint64_t> bases;
     std::int64_t extent;
     Guards guards;
     std::int64_t tag;
     bool mapped;
+    std::shared_ptr<const LentBlocks> lent = nullptr;  // null: all
 
     // Requested part, or null if there is none.
     std::shared_ptr<Payload> payload(const LaneRequest& request) const {
         if (request.extent != extent) return nullptr;
         const CopySide side{bases.data(), bases.size(), extent, request.first, "granted"};
         const std::vector<Run> runs = request.runs();
+        if (lent && !lent->hold({runs.data(), runs.size()})) return nullptr;
         try {
             return std::make_shared<Payload>(
                 Spans(side, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);

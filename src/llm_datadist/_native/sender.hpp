@@ -53,6 +53,10 @@ public:
             if (!begun_) begin(frame);
             if (!finished(frame)) {
                 if (budget == 0) return;
+                if (frame.kind == Kind::data && frame.payload && frame.status == good && !frame.guards.current()) {
+                    frame.payload->detach();  // what follows may be of the memory's next use
+                    frame.status = changed;
+                }
                 const std::uint64_t moved = send_some(stream, frame, budget);
                 if (moved == 0) return;
                 budget -= std::min(budget, std::max(moved, least_charge_bytes));

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._links.link import Link
+from llm_datadist._links.versions import GRANTED_ONLY
 from llm_datadist._policy import Permissions
-from llm_datadist.config import PEER_POLICY
-from llm_datadist.errors import AuthFailed, LinkRefused, ParamError
+from llm_datadist.config import GRANTED_READS, PEER_POLICY
+from llm_datadist.errors import AuthFailed, CacheNotFound, LinkRefused, ParamError
 from llm_datadist.types.question import RIGHTS, Asker
 
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Binding, Entry, Key
     from llm_datadist._cache.store import CacheStore
+    from llm_datadist._links.messages import Guarded
     from llm_datadist._memory.exports import Exports
+    from llm_datadist._native import LentBlocks, Plan
     from llm_datadist._policy import PeerPolicy
 
 _NOTHING: Final = Permissions()
@@ -72,6 +75,28 @@ class AccessPolicy:
         peer, may = link.peer, self._may(link)
         rights = frozenset(right for right in RIGHTS if getattr(may, right))
         return Asker(peer.cluster_id, peer.incarnation.hex(), link.origin.behind, may.tenant, rights)
+
+    def require_lent(self, link: object, entry: Entry, *, push: bool) -> None:
+        """If a cache is read under grants only, refuse a push, and a peer that does not know such caches."""
+        old = isinstance(link, Link) and GRANTED_ONLY not in link.spoken.features
+        if entry.storage.lent is not None and (push or old):
+            why = "grants permit no push" if push else "the reader's release does not know that; update it"
+            raise ParamError(f"{granted_only(entry.cache_id)}; {why}")
+
+    def require_grant(self, entry: Entry, guards: list[Guarded], plan: Plan) -> LentBlocks | None:
+        """If a cache is read under grants only, require one for what the plan reads; return its blocks.
+
+        Raises CacheNotFound if a guard has advanced, as by the end of a grant; else ParamError.
+        """
+        if (granted := entry.storage.lent) is None:
+            return None
+        found = (granted.get((each.slot, each.generation)) for each in guards)
+        lent: LentBlocks | None = next(filter(None, found), None)
+        if lent is None and any(self._store.exports.guards.load(each.slot) != each.generation for each in guards):
+            raise CacheNotFound(f"cache {entry.cache_id}, or the grant, has changed since it was resolved")
+        if lent is None or not lent.hold(plan):
+            raise ParamError(f"{granted_only(entry.cache_id)}; the request is outside of every grant that it names")
+        return lent
 
     def require_key(self, link: object, key: Key) -> None:
         models = self._may(link).models
@@ -132,6 +157,10 @@ class AccessPolicy:
         if self._peers is None:
             return _ALL
         return _NOTHING if cluster_id is None else self._peers.of(cluster_id)
+
+
+def granted_only(cache_id: int) -> str:
+    return f"cache {cache_id} is read under grants only (granted_only=True or {GRANTED_READS}=1 of its owner)"
 
 
 def _cluster(link: object) -> int | None:

@@ -137,20 +137,21 @@ class LocateTarget:
 
 
 def _tensors_of(entries: list[Entry]) -> NDArray[np.uint64]:
-    """Return (base, bytes, tensor, cache id, allocated, remote-accessible) of each tensor, ordered by base."""
+    """Return (base, bytes, tensor, cache id, allocated, writable) of each tensor, ordered by base."""
     parts = [np.empty((0, 6), np.uint64)]
     for each in entries:
         bases = each.storage.tensors.bases
         part = np.empty((len(bases), 6), np.uint64)
+        may_write = each.remote_accessible and each.storage.lent is None
         part[:, 0], part[:, 2] = bases, np.arange(len(bases))
-        part[:, (1, 3, 4, 5)] = each.geometry.tensor_bytes, each.cache_id, each.owned, each.remote_accessible
+        part[:, (1, 3, 4, 5)] = each.geometry.tensor_bytes, each.cache_id, each.owned, may_write
         parts.append(part)
     rows = np.concatenate(parts)
     return rows[np.argsort(rows[:, 0], kind="stable")]
 
 
 def _find(every: NDArray[np.uint64], caches: int, addresses: NDArray[np.uint64], nbytes: int) -> NDArray[np.uint64]:
-    """Return the row of each address; ParamError unless its range is in a remote-accessible tensor."""
+    """Return the row of each address; ParamError unless its range is in a writable tensor."""
     size = np.uint64(nbytes)
     rows = every[(every[:, 1] >= size) & (every[:, 5] > 0)]
     bases, rooms = rows[:, 0], rows[:, 1] - size
@@ -174,6 +175,6 @@ def _misplaced(every: NDArray[np.uint64], caches: int, address: np.uint64, nbyte
         return ParamError(f"{what} are in none of the {caches} caches allocated or registered at the peer")
     base, room, tensor, cache_id, _, writable = around[np.argmin(around[:, 3])].tolist()
     if not writable:
-        return ParamError(f"{what} begin in cache {cache_id}, which has remote_accessible=False")
+        return ParamError(f"{what} begin in cache {cache_id}, which has remote_accessible=False or granted_only=True")
     left = base + room - int(address)
     return ParamError(f"{what} leave tensor {tensor} of cache {cache_id}, which has {left} left")

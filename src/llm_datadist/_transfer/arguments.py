@@ -107,6 +107,7 @@ ARGUMENTS: Final[Rules] = {
     "cache_desc": instance_of(CacheDesc),
     "cache_keys": _row_keys,
     "blocks_cache_key": _blocks_key,
+    "granted_only": instance_of(bool),
     "addrs": partial(check_uint64_list, tuple_ok=False),  # interface §6.6
     "cache_id": check_int64,
     **dict.fromkeys(("cache", "src_cache", "dst_cache", "src", "dst"), instance_of(Cache)),

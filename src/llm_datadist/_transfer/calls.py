@@ -132,11 +132,13 @@ def _set_result(call: Callable[..., object], result: str) -> None:
     call.__signature__ = signature(call).replace(return_annotation=_Annotation(result))  # type: ignore[attr-defined]
 
 
-def allocate(engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings) -> Cache:
+def allocate(
+    engine: Engine, call: str, cache_desc: CacheDesc, kind: CacheKind, keys: Bindings, *, granted_only: bool = False
+) -> Cache:
     shape = Geometry.of(cache_desc, kind)
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-        entry = engine.store.allocate(shape, keys, engine.deadline())
+        entry = engine.store.allocate(shape, keys, engine.deadline(), granted_only=granted_only)
     return new_handle(engine, entry, cache_desc)
 
 

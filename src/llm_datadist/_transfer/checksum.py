@@ -333,7 +333,9 @@ class ChecksumTarget:
             self._policy.require_use(link, entry, question.pin)
             if question.push:
                 self._policy.require_push(link, entry.cache_id)
+            self._policy.require_lent(link, entry, push=question.push)
             plan = _question_plan(entry, question)
+            self._policy.require_grant(entry, question.guards, plan)
             self._require_current(entry, question)
             end = PlanSide(plan, entry.storage.tensors, is_dst=False)
             found = digest(end, self._pool, expires_ns, question.nonce, each_run=question.each_run)

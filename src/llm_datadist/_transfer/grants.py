@@ -28,7 +28,7 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_callable, check_rule, check_type, check_uint64, require_intact
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._log import logger
-from llm_datadist._native import parse_indices
+from llm_datadist._native import LentBlocks, parse_indices
 from llm_datadist._native.signals import put_off
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import (
@@ -193,6 +193,9 @@ class Grants:
             if token in self._given or token in self._ended:
                 raise ParamError(f"token: {shown(token)} names another grant of this LLMDataDist; draw a new one")
             self._given[token] = given
+            if (lent := given.entry.storage.lent) is not None:
+                blocks = LentBlocks(given.grant.block_numbers.tolist(), given.entry.geometry.stride)
+                lent[given.grant.guard] = blocks
             if link is not None:
                 self._take(given, link, 1)
             earliest = until < math.inf and self._expires(until, token)
@@ -408,6 +411,8 @@ class Grants:
     def _advance(self, over: Iterable[_ActiveGrant], why: str) -> None:
         for given in over:
             self._store.exports.guards.release(given.grant.guard[0])
+            if (lent := given.entry.storage.lent) is not None:  # after the guard, which tells a reader that it ended
+                lent.pop(given.grant.guard, None)
         with self._advanced:
             for given in over:
                 state_of(given.grant).end = why

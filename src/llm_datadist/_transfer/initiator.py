@@ -18,6 +18,7 @@ from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resol
 from llm_datadist._links.versions import READS_BY_KEY
 from llm_datadist._log import logger
 from llm_datadist._native import Plan, steps
+from llm_datadist._transfer.access import granted_only
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.handles import KeyHandle, encode_handle
@@ -25,6 +26,7 @@ from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open
 from llm_datadist._transport.connection import MemoryChanged, MemoryTorn
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
+    CacheError,
     CacheMismatch,
     CacheNotFound,
     DeadlineExceeded,
@@ -137,8 +139,10 @@ class Initiator:
         key = op.name, op.push
         for attempt in range(_ATTEMPTS):
             cached: Resolution | None = link.caches.cached.get(key) or (None if attempt else _predicted(link, op))
-            if cached is not None and op.grant is not None and cached.cache_id != op.grant.cache_id:
-                cached = None  # the key may have been bound to the grant's cache since
+            if cached is not None and (
+                cached.granted_only if op.grant is None else cached.cache_id != op.grant.cache_id
+            ):
+                cached = None  # the key may have been bound to another cache since
             remote = cached or self._resolve(link, op)
             plan: Plan | None = None
             try:
@@ -188,6 +192,9 @@ class Initiator:
                 remote = with_grant(remote, op.grant, link, op.what)
             except LinkError as error:
                 raise link.lost_error(op.what, "copy") from error
+        elif remote.granted_only:
+            text = f"{op.what}: {op.name}: {granted_only(remote.cache_id)}; pull with a grant of it"
+            raise CacheError(text, status_code=LLMStatusCode.LLM_PARAM_INVALID, peer=link.peer.cluster_id)
         able = link.connection.capabilities
         # Before the guards are compared, because the owner waits for announced copies only.
         intent = _announce(link, op, remote) if op.push or able.announces_reads else None

@@ -55,6 +55,7 @@ class Resolution(msgspec.Struct, eq=False):
     pin: int  # 0: none, so the answer may be cached
     predicted: int = 0  # the future pin's number if this is a prediction
     pair: CachePair | None = None  # comparison with the local cache used last
+    granted_only: bool = False
 
 
 def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resolution:
@@ -78,7 +79,8 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
             keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
         if (guard_set := _guard_set(tensors, answer.guards)) is None:
             tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
-        return Resolution(answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin)
+        found = answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin
+        return Resolution(*found, granted_only=answer.granted_only)
     except BaseException as error:
         if answer.pin:
             link.report(Release(answer.pin, 0, 0))

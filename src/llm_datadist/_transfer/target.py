@@ -148,6 +148,7 @@ class Target:
         place = message.cache_id, message.row
         pin, entry, row, binding = self._found(link, key, place, message.budget_ms, consumes=consumes)
         try:
+            self._policy.require_lent(link, entry, push=message.push)
             return self._answer(link, message, pin, entry, row, None if key is None else binding)
         except BaseException:
             if pin is not None:
@@ -173,6 +174,7 @@ class Target:
             offsets=offsets,
             guards=_promised(entry, binding),
             pin=0 if pin is None else pin.pin_id,
+            granted_only=entry.storage.lent is not None,
         )
 
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
@@ -195,12 +197,14 @@ class Target:
         # The entry's own generation, because the slot may have advanced and the peer may guess.
         if handle.guards[0].generation != entry.guard.generation:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
+        self._policy.require_lent(link, entry, push=write)
+        lent = self._policy.require_grant(entry, handle.guards, plan)
         address_of = self._store.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
         # With a pin not cacheable: the reply ends without a guard, and counts the tensors sent. Nor for a peer of some
         # models only: the cache may lose its keys of these, which changes no guard of an answer by cache id.
         cacheable = not handle.pin and not self._policy.limits_models(link)
-        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, cacheable=cacheable, plan=plan)
+        return MoveReply(entry.storage.tensors, guards, entry.storage.tag, cacheable=cacheable, plan=plan, lent=lent)
 
     def _pinned(self, link: object, asked: KeyHandle, plan: Plan) -> tuple[Handle, Plan]:
         """Pin the cache of a key; return the handle and the plan of a Resolved.

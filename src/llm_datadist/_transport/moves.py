@@ -23,7 +23,7 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._native import Outcome, Plan, Tensors
+    from llm_datadist._native import LentBlocks, Outcome, Plan, Tensors
 
 ONE_REQUEST_BYTES: Final = 1 << 20
 """Measured: a transfer of at most so many bytes gains nothing from a second socket."""
@@ -47,6 +47,7 @@ class MoveReply:
     guards: Sequence[tuple[int, int]] = ()  # (address, generation), checked before the first byte and after the last
     tag: int = 0  # names this memory in quiesce()
     cacheable: bool = False  # serves later requests with this handle while the guards hold
+    lent: LentBlocks | None = None  # which requests with this handle may read; None: all
     plan: Plan | None = None  # replaces that of a request which cannot know its place in the tensors
 
 

@@ -395,10 +395,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             )
         while self._full(ranks):
             self._displace(ranks)
-        cache = None
+        cache, desc = None, CacheDesc(shape.tensors, [count, *shape.shape], kind)
         while cache is None:
             try:
-                cache = self._manager.allocate_blocks_cache(CacheDesc(shape.tensors, [count, *shape.shape], kind))
+                cache = self._manager.allocate_blocks_cache(desc, granted_only=True)
             except OutOfMemory as error:  # other shapes have left pieces that are too small
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise

@@ -36,7 +36,7 @@ class PoolAllocation(TorchFunctionMode):
         if not wanted or given.get("dtype") is not torch.int8 or torch.device(given.get("device", "cpu")).type != "cpu":
             return func(*args, **given)
         desc = CacheDesc(1, [1, self._nbytes], DataType.DT_INT8)
-        self.cache = self._datadist.cache_manager.allocate_blocks_cache(desc)
+        self.cache = self._datadist.cache_manager.allocate_blocks_cache(desc, granted_only=True)
         memory = torch_views(self.cache)[0].reshape(-1)
         memory.zero_()
         return memory

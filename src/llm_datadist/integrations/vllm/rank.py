@@ -73,7 +73,7 @@ class Rank:
             self._new_copier = partial(make_copier, blocks, slots)
         shape = [count, rows * parts] if whole else [count * rows, parts]
         desc = CacheDesc(len(addresses), shape, DataType.DT_INT8)
-        return self.datadist.cache_manager.register_blocks_cache(desc, addresses, key)
+        return self.datadist.cache_manager.register_blocks_cache(desc, addresses, key, granted_only=True)
 
     def use_copies(self, operation: CopyBlocksOp) -> None:
         """Take vLLM's operation that copies blocks, after the KV cache."""

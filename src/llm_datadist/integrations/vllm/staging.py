@@ -183,6 +183,6 @@ def make_slots(datadist: LLMDataDist, count: int, blocks: Views) -> Views:
     """
     view = next(iter(blocks.values()))
     desc = CacheDesc(1, [len(blocks), view.nbytes // len(view) * count], DataType.DT_INT8)
-    parts = torch_views(datadist.cache_manager.allocate_blocks_cache(desc))[0].view(view.dtype)
+    parts = torch_views(datadist.cache_manager.allocate_blocks_cache(desc, granted_only=True))[0].view(view.dtype)
     shape = count, *view.shape[1:]
     return {name: part.as_strided(shape, view.stride()) for name, part in zip(blocks, parts, strict=True)}
