@@ -15,7 +15,7 @@ from llm_datadist._links.communicators import Communicators
 from llm_datadist._links.handshake import AdmissionPolicy, Dial, Endpoint, Listener, NewLink
 from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.liveness import Heartbeat
-from llm_datadist._links.messages import Answer, ClaimOver, Failed, Located, UnlinkAck, Verified
+from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly, Located, UnlinkAck, Verified
 from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger, named
@@ -48,7 +48,7 @@ _ANSWER_MS: Final = 1000
 #: Wait of the side that gives way for the other's link.
 _CROSSING_POLL_MS: Final = 50
 #: Answers that are ignored if late, because they hold nothing.
-_FINAL: Final = Failed, UnlinkAck, Located, Verified, ClaimOver, Answer
+_FINAL: Final = Failed, UnlinkAck, GrantedOnly, Located, Verified, ClaimOver, Answer
 _ANSWERS: Final = messages.Resolved, messages.Claimed, messages.TransportSaid, *_FINAL
 _IGNORED: Final = (messages.Beat, *_FINAL)
 

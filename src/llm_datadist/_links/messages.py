@@ -239,7 +239,7 @@ class Resolved(Numbered, frozen=True):
 
     ``geometry`` is not decoded here. ``regions`` are uint32 and ``offsets`` uint64, little-endian, one for each tensor;
     both are empty if the target moves the bytes: then indices name tensors. If ``pin`` is 0, nothing is to be released,
-    and the answer may be cached while the guards hold. ``granted_only``: each read needs an active grant, too.
+    and the answer may be cached while the guards hold.
     """
 
     cache_id: int
@@ -249,12 +249,15 @@ class Resolved(Numbered, frozen=True):
     offsets: bytes
     guards: Annotated[list[Guarded], msgspec.Meta(max_length=MAX_GUARDS)]
     pin: Id
-    granted_only: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError, a ProtocolError of :func:`decode`, if the geometry is no peer's."""
         if memoryview(self.geometry).nbytes > MAX_GEOMETRY:
             raise ValueError(f"geometry: at most {MAX_GEOMETRY} bytes are allowed")
+
+
+class GrantedOnly(Resolved, frozen=True):
+    """As :class:`Resolved`, of a cache that peers read under grants only."""
 
 
 class Failed(Numbered, frozen=True):
@@ -397,7 +400,7 @@ class Answer(Numbered, frozen=True):
 
 _HANDSHAKE = Hello | Welcome | Refused | TransportChoice | Linked
 _LINK = Beat | Ping | Pong | Authenticate | Authenticated | UnlinkRequest | UnlinkAck | UnlinkCancel
-_TRANSFER = Resolve | Resolved | Failed | Release | Consumed | Locate | Located | Verify | Verified
+_TRANSFER = Resolve | Resolved | GrantedOnly | Failed | Release | Consumed | Locate | Located | Verify | Verified
 _TRANSPORT = SocketsDropped | TransportAsk | TransportSaid
 _GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
 _USERS = Question | Answer

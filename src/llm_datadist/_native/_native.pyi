@@ -413,11 +413,10 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
 
 @final
 class LentBlocks:
-    """Ascending blocks, of ``stride`` bytes, that a grant lends. Any thread."""
+    """Ascending blocks, of ``stride`` bytes, that a grant lends. ``hold``: the source of every run lies inside."""
 
     def __init__(self, blocks: list[int], stride: int) -> None: ...
-    def hold(self, plan: Plan) -> bool:
-        """Return True if the source of every run lies inside."""
+    def hold(self, plan: Plan) -> bool: ...
 
 @final
 class ReplyCache:

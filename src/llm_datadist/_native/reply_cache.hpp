@@ -89,12 +89,11 @@ struct LaneRequest {
     std::string_view spans;
 };
 
-// Ascending blocks, of `stride` bytes, that a grant lends.
+// Ascending blocks, of `stride` bytes, that a grant lends. hold(): the source of every run lies inside.
 class LentBlocks {
 public:
     LentBlocks(std::vector<std::uint64_t> blocks, std::uint64_t stride) : blocks_(std::move(blocks)), stride_(stride) {}
 
-    // True if the source of every run lies inside.
     bool hold(std::pair<const Run*, std::size_t> runs) const {
         return std::all_of(runs.first, runs.first + runs.second, [this](const Run& run) {
             if (run_ends_outside(run.src, run.bytes, INT64_MAX)) return false;

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._links.messages import Guarded, Release, Resolved
+from llm_datadist._links.messages import GrantedOnly, Guarded, Release, Resolved
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import GuardSet, steps
 from llm_datadist._transfer.handles import Handle, encode_handle
@@ -80,7 +80,7 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
         if (guard_set := _guard_set(tensors, answer.guards)) is None:
             tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
         found = answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin
-        return Resolution(*found, granted_only=answer.granted_only)
+        return Resolution(*found, granted_only=isinstance(answer, GrantedOnly))
     except BaseException as error:
         if answer.pin:
             link.report(Release(answer.pin, 0, 0))

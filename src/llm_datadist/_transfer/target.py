@@ -13,7 +13,7 @@ import numpy as np
 
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.link import Link
-from llm_datadist._links.messages import Consumed, Failed, Guarded, Release, Resolve, Resolved, failed
+from llm_datadist._links.messages import Consumed, Failed, GrantedOnly, Guarded, Release, Resolve, Resolved, failed
 from llm_datadist._log import logger
 from llm_datadist._transfer.handles import Handle, KeyHandle, decode_handle
 from llm_datadist._transport.moves import MoveReply
@@ -165,7 +165,8 @@ class Target:
             regions = offsets = b""  # the handle suffices, and the peer learns no address
             if pin is not None:
                 pin.served = 0
-        return Resolved(
+        kind = Resolved if entry.storage.lent is None else GrantedOnly
+        return kind(
             id=message.id,
             cache_id=entry.cache_id,
             geometry=msgspec.Raw(msgspec.msgpack.encode(entry.geometry)),
@@ -174,7 +175,6 @@ class Target:
             offsets=offsets,
             guards=_promised(entry, binding),
             pin=0 if pin is None else pin.pin_id,
-            granted_only=entry.storage.lent is not None,
         )
 
     def on_move(self, link: object, request: MoveRequest) -> MoveReply:
