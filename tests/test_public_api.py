@@ -44,11 +44,13 @@ CACHE_MANAGER: Final = {
     "allocate_cache": "(self, cache_desc, cache_keys=())",
     "deallocate_cache": "(self, cache)",
     "remove_cache_key": "(self, cache_key)",
-    "allocate_blocks_cache": "(self, cache_desc, blocks_cache_key=None)",
+    # granted_only: an extension, by keyword only
+    "allocate_blocks_cache": "(self, cache_desc, blocks_cache_key=None, *, granted_only=False)",
     "deallocate_blocks_cache": "(self, cache)",
     "copy_cache": "(self, dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None)",
     "register_cache": "(self, cache_desc, addrs, cache_keys=(), remote_accessible=None)",
-    "register_blocks_cache": "(self, cache_desc, addrs, blocks_cache_key=None, remote_accessible=None)",
+    "register_blocks_cache": "(self, cache_desc, addrs, blocks_cache_key=None, remote_accessible=None, *, "
+    "granted_only=False)",
     "unregister_cache": "(self, cache_id)",
     "copy_blocks": "(self, cache, copy_block_info)",
     "swap_blocks": "(self, src_cache, dst_cache, src_to_dst)",

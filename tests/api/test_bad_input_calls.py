@@ -541,6 +541,7 @@ BAD_VALUES: Final[list[tuple[str, list[str], str]]] = [
     ("llm.PeerTimeout", ["inf", "soon"], ""),
     ("llm.MaxLinks", ["0", "-1", "1.5", str(2**32)], ""),
     ("llm.WriteByAddress", ["2", "yes"], ""),
+    ("llm.GrantedReads", ["2", "yes"], ""),
     ("llm.AuthSecretFile", [""], "names no file"),
     *((key, [""], "names no file") for key in ("llm.TlsCert", "llm.TlsKey", "llm.TlsCa")),
     ("llm.Insecure", ["", "yes"], "is neither '0' nor '1'"),

@@ -41,6 +41,7 @@ class Spec:
     placement: Placement = Placement.DEVICE
     memory: str = "pool"
     accessible: bool | None = None
+    granted_only: bool = False  # of a blocks cache
     data_type: DataType = DataType.DT_UINT8
     dims: tuple[int, ...] = ()  # of a block or row; left out: one
 
@@ -59,11 +60,11 @@ class Use:
 
 def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
     """Make a cache and fill every byte of it; return the bytes."""
-    cm, desc = world.cm, spec.desc
+    cm, desc, access = world.cm, spec.desc, {"granted_only": True} if spec.granted_only else {}
     world.memory.pop(name, None)
     if spec.memory == "pool":
         if spec.blocks:
-            cache = cm.allocate_blocks_cache(desc, spec.blocks_key)
+            cache = cm.allocate_blocks_cache(desc, spec.blocks_key, **access)
         else:
             cache = cm.allocate_cache(desc, list(spec.keys))
     else:
@@ -76,7 +77,7 @@ def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
         world.memory[name] = arrays
         addrs += [array.ctypes.data for array in arrays]
         if spec.blocks:
-            cache = cm.register_blocks_cache(desc, addrs, spec.blocks_key, spec.accessible)
+            cache = cm.register_blocks_cache(desc, addrs, spec.blocks_key, spec.accessible, **access)
         else:
             cache = cm.register_cache(desc, addrs, list(spec.keys), spec.accessible)
     world.caches[name] = cache

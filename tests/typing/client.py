@@ -142,7 +142,9 @@ def move_rows(prompt: CacheManager, decoder: CacheManager) -> None:
 
 
 def push(prompt: CacheManager, decoder: CacheManager) -> None:
-    target = prompt.register_blocks_cache(PAGED, prompt.allocate_blocks_cache(PAGED).tensor_addrs, BLOCKS)
+    target = prompt.register_blocks_cache(
+        PAGED, prompt.allocate_blocks_cache(PAGED, granted_only=True).tensor_addrs, BLOCKS
+    )
     source = decoder.allocate_blocks_cache(PAGED)
     decoder.push_blocks(BLOCKS, source, [1], np.array([2]), src_layer_range=range(2), dst_layer_range=range(2))
     config = TransferWithCacheKeyConfig(BLOCKS, src_layer_range=range(2), dst_layer_range=range(2))

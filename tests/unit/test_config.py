@@ -217,6 +217,7 @@ PARSED: list[tuple[str, str, dict[str, object]]] = [
     ("llm.Tracing", "tracing", {"0": False, "1": True}),
     ("llm.MaxLinks", "max_links", {"1": 1, "4294967295": 2**32 - 1}),
     ("llm.WriteByAddress", "write_by_address", {"0": False, "1": True}),
+    ("llm.GrantedReads", "granted_reads", {"0": False, "1": True}),
     ("llm.SameUserOnly", "same_user_only", {"0": False, "1": True}),
     ("llm.SameHostUsers", "same_host_users", {"1001": {1001}, "root, 7": {0, 7}}),
 ]

@@ -1,6 +1,7 @@
 """The lanes against a peer that speaks the wire by hand: a breach costs that lane and nothing else; guards, refusals,
 memory that is taken back. Cached replies, against a model: a lane answers by itself exactly what was granted."""
 
+import itertools
 import random
 import struct
 from collections.abc import Iterator
@@ -14,7 +15,17 @@ import pytest
 from faults import lane_ends
 from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire, deadline, joined, next_event, one_row
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, WriteAsked
+from llm_datadist._native import (
+    MAX_REQUEST_RUNS,
+    Ending,
+    LaneEngine,
+    LaneLost,
+    LentBlocks,
+    Plan,
+    ReadAsked,
+    ReplyCache,
+    WriteAsked,
+)
 from llm_datadist._native.lane_engine import ABORTED, CHANGED, MISFIT, TORN
 from llm_datadist.testing.scene import tensors_over as tensors
 from tests.support import twin
@@ -146,7 +157,12 @@ def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardT
         assert wire.header() == (DATA, 5, 0, nbytes)
         if change == "on its way":
             guards.advance(kept[0].slot)
-        assert wire.receive(nbytes) == bytes([3]) * nbytes
+            engine.quiesce(99)  # waits for what is being sent
+            memory[:] = 7  # of the next request
+            got = np.frombuffer(wire.receive(nbytes), np.uint8)
+            assert (not (got == 7).any(), got[-1]) == (True, 0)
+        else:
+            assert wire.receive(nbytes) == bytes([3]) * nbytes
         assert int.from_bytes(wire.receive(8), "little") == (CHANGED if change == "on its way" else 0)
 
 
@@ -402,6 +418,49 @@ def test_what_is_granted_is_answered_and_nothing_else(seed: int) -> None:
                 scene.keep(b"one of many %d" % other)
             scene.check()
         assert 100 < scene.asked < scene.id - 50, "the steps refuse, or grant, too little"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_are_lent_hold_a_run_if_each_of_its_bytes_is_in_one(seed: int) -> None:
+    stride, count = 7, 9
+    lent = sorted(random.Random(seed).sample(range(count), 5))
+    blocks, inside = (
+        LentBlocks(lent, stride),
+        {at for block in lent for at in range(block * stride, (block + 1) * stride)},
+    )
+
+    def held(*spans: tuple[int, int]) -> bool:
+        runs = np.array([(0, *span) for span in spans], np.uint64).reshape(-1, 3)
+        return blocks.hold(Plan(0, 0, 1, runs, ordered=False, nbytes=0))
+
+    good = []
+    for at, size in itertools.product(range(count * stride + 2), range(1, 3 * stride + 2)):
+        assert held((at, size)) is (set(range(at, at + size)) <= inside), (lent, at, size)
+        good += [(at, size)] if held((at, size)) else []
+    assert held()
+    assert held(*good)
+    assert not held(*good, (count * stride, 1))
+    at = lent[-1] * stride
+    for size in (2**63, 2**64 - 1 - at, 2**64 - at, 2**64 - 1):
+        assert not held((at, size)), "a sum that wraps"
+    for beyond in (2**63 - 1, 2**64 - 1):
+        assert not held((beyond, 1))
+
+
+def test_a_cached_reply_for_lent_blocks_answers_for_these_only() -> None:
+    memory, grants = np.arange(4 * 64, dtype=np.uint8), ReplyCache()
+    with closing(LaneEngine(1)) as engine, Wire(engine, grants=grants) as wire:
+        grants.keep(b"a", False, tensors(memory).native, [], 0, True, LentBlocks([1, 2], 64))
+        for id, (at, size) in enumerate([(64, 64), (100, 60), (0, 64), (63, 2), (191, 2), (192, 1), (64, 128)], 1):
+            meta = struct.pack("<HQQQQ", 1, 0, 1, memory.size, size) + b"a" + struct.pack("<QQ", at, size)
+            wire.send(READ, id, meta)
+            if at >= 64 and at + size <= 192:
+                assert wire.header() == (DATA, id, 0, size)
+                assert wire.receive(size + 8) == memory[at : at + size].tobytes() + bytes(8)
+            else:
+                asked = next_event(engine, ReadAsked)
+                engine.refuse(asked.lane, asked.id, 22, "no")
+                assert wire.result() == (id, 22, "no")
 
 
 def test_statuses_on_the_wire_keep_their_numbers() -> None:
