@@ -45,11 +45,12 @@ def not_without_a_grant(pair: Pair) -> None:
     """No form of a pull without a grant moves a byte."""
     by_id = CacheKeyByIdAndIndex(1, pair.prompt.do(cache_id, "kv"), 1)
     pair.decoder.do(make, "row", Spec(rows=2), 3)
-    for arguments in (
+    forms: list[tuple[Any, ...]] = [
         ("pull_blocks", BLOCKS, Use("kv"), [1], [4]),
         ("pull_blocks", by_id, Use("kv"), [], [4]),
         ("pull_cache", by_id, Use("row"), 1),
-    ):
+    ]
+    for arguments in forms:
         refused([pair.decoder, pair.prompt], ("kv", "row"), CacheError, NAMES, call, *arguments)
     pair.decoder.do(moves.forget, "row")
 
@@ -152,9 +153,9 @@ def test_a_key_that_names_another_cache_now_needs_a_grant_only_if_that_one_does(
 @pytest.mark.parametrize("wrong", [1, None, "yes"])
 def test_granted_only_is_a_bool(local_pair: Pair, wrong: Any) -> None:
     local_pair.start()
-    for method, arguments in (("allocate_blocks_cache", ()), ("register_blocks_cache", ([4096],))):
+    for method, more in (("allocate_blocks_cache", []), ("register_blocks_cache", [[4096]])):
         with pytest.raises(TypeError, match="granted_only"):
-            local_pair.prompt.do(partial(call, granted_only=wrong), method, OPEN.desc, *arguments)
+            local_pair.prompt.do(partial(call, granted_only=wrong), method, OPEN.desc, *more)
 
 
 # --- a reader that keeps to no rule -----------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def read_raw(
     engine, tensors = world.probe.engine, Spec().tensors
     local = engine.store.registry.lookup(world.caches["kv"].cache_id).storage.tensors
     with engine.links.get(1) as link:
-        (lanes,) = link.connection.connections
+        lanes = next(each for each in link.connection.connections if each.capabilities.remote_guards)
         regions, offsets = np.full(tensors, NON_POOL, np.uint32), np.zeros(tensors, np.uint64)
         remote = lanes.map(regions, offsets, local.extent, writable=True, located=True)
         remote = replace(remote, handle=encode_handle(Handle(cache, 0, [Guarded(*each) for each in guards])))
@@ -202,6 +203,10 @@ def verify_raw(
     return ""
 
 
+def block(first: int, count: int = 1) -> tuple[int, int]:
+    return first * STRIDE, count * STRIDE
+
+
 @pytest.mark.parametrize("ask", [read_raw, verify_raw])
 def test_a_reader_over_tcp_that_keeps_to_no_rule_gets_nothing_that_is_not_lent_now(tcp_pair: Pair, ask: Any) -> None:
     """Nor a digest of it. The answer is typed, the link goes on, and no byte is sent."""
@@ -212,7 +217,6 @@ def test_a_reader_over_tcp_that_keeps_to_no_rule_gets_nothing_that_is_not_lent_n
     given = [Grant.from_bytes(prompt.do(grant, *each)) for each in (([1, 2, 5],), ([1], 600.0, "other"), ([7],))]
     mine, others, ended = (each.guard for each in given)
     prompt.do(tell, "grant", "revoke")  # the last one
-    block = lambda first, count=1: (first * STRIDE, count * STRIDE)  # noqa: E731
     gone, invalid = "LLM_KV_CACHE_NOT_EXIST", "LLM_PARAM_INVALID"
     cases: list[tuple[list[tuple[int, int]], tuple[int, int], str]] = [
         ([own], block(1), invalid),  # no grant

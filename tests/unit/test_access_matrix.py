@@ -18,6 +18,7 @@ import queue
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, cast
@@ -34,7 +35,7 @@ from llm_datadist._links.link import Link, PeerCacheView
 from llm_datadist._links.messages import Consumed, Failed, Guarded, Question, Release, Resolve, Resolved, Verify
 from llm_datadist._links.versions import FEATURES
 from llm_datadist._memory.device import HostDevice
-from llm_datadist._native import Plan
+from llm_datadist._native import LentBlocks, Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumTarget
@@ -223,6 +224,26 @@ def test_a_peer_policy_takes_rights_away_at_every_server(rules: dict[str, Any], 
         found += [bench.lane(link, push, 0) for push in _BOTH]
         found += [bench.checksum(link, push, 0) for push in _BOTH]
     assert " ".join(found) == answers
+
+
+@pytest.mark.parametrize("served", ["", "all"])
+def test_a_cache_under_grants_only_is_named_and_its_bytes_need_an_active_grant_of_it_at_every_server(
+    served: str,
+) -> None:
+    """Over NIXL too, whose requests ask as those over lanes do. A peer that does not know such caches gets nothing."""
+    with ExitStack() as undo:
+        bench, link = Bench("blocks", True, True, undo), Asker()
+        if not served:
+            link.spoken = SimpleNamespace(features=[each for each in FEATURES if each != "granted-only"])
+        lent: dict[tuple[int, int], LentBlocks] = {}
+        bench.entry.storage = replace(bench.entry.storage, lent=lent)
+        found = [bench.resolve(link, push, by_key) for push in _BOTH for by_key in _BOTH]
+        found += [each(link, push, 0) for each in (bench.lane, bench.checksum) for push in _BOTH]
+        assert " ".join(found) == ("keep keep no no no no no no" if served else "no no no no no no no no")
+        lent[bench.entry.guard.slot, bench.entry.guard.generation] = LentBlocks([0], 4096)  # as if of a grant
+        found = [each(link, push, 0) for each in (bench.lane, bench.checksum) for push in _BOTH]
+        assert " ".join(found) == ("yes no yes no" if served else "no no no no")
+        assert not served or bench.reply.lent is not None
 
 
 def test_a_peer_without_ask_is_told_the_option_and_not_whether_there_is_a_handler() -> None:
