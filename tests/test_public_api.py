@@ -78,6 +78,7 @@ COMMON: Final = (
 
 #: interface §8; offsets and batch indexes may be left out as in v2.
 KV_CACHE_MANAGER: Final = {name: CACHE_MANAGER[name] for name in COMMON.split()} | {
+    "allocate_blocks_cache": "(self, cache_desc, blocks_cache_key=None)",
     "is_initialized": "(self)",
     "pull_cache": "(self, cache_key, kv_cache, batch_index=0, size=-1, *, src_layer_range=None, dst_layer_range=None, "
     "src_cache_offset=None, dst_cache_offset=None, tensor_num_per_layer=2)",
