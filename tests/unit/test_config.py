@@ -187,8 +187,8 @@ def test_a_minimal_dict_has_defaults_is_not_changed_and_the_result_is_frozen(mon
         "transfer_backend=None, enable_switch_role=False, link_total_time=120, link_retry_count=1, "
         "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
         "checksum=False, tracing=False, statistics_page=True, max_links=256, write_by_address=True, "
-        "granted_reads=False, credentials=None, max_link_age=None, insecure=False, same_host_users=frozenset(), same_user_only=False, "
-        "peer_policy=None, nixl_fallback=False, "
+        "granted_reads=False, credentials=None, max_link_age=None, insecure=False, "
+        "same_host_users=frozenset(), same_user_only=False, peer_policy=None, nixl_fallback=False, "
         "nixl_plaintext=False, strict_types=False)"
     )
     assert given == DEVICE
