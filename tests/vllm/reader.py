@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.errors import CacheError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm.layout import pages_of, rows_of
 from llm_datadist.integrations.vllm.offers import KvOffer, RankEndpoint
@@ -39,7 +41,7 @@ class Reader:
         return self.datadist.cache_manager.claim_grant(endpoint.cluster_id, token, wait=False)
 
     def pull(self, offer: KvOffer, grant: Grant) -> np.ndarray:
-        """Return all blocks of an offer, in its order: (places, bytes). They are NaN before."""
+        """Return all blocks of an offer, in its order: (places, bytes). They are NaN before, and without the grant."""
         pages = pages_of(offer.layout, [block for _, blocks in offer.groups for block in blocks])
         there = rows_of(offer.layout, pages, 0, offer.layout.heads)
         shape = (len(offer.layout.places), len(there), offer.layout.row_bytes)
@@ -48,8 +50,10 @@ class Reader:
         manager = self.datadist.cache_manager
         cache = manager.register_blocks_cache(CacheDesc(shape[0], list(shape[1:]), DataType.DT_INT8), addresses, None)
         try:
-            here = list(range(len(there)))
-            manager.pull_blocks(BlocksCacheKey(grant.cluster_id), cache, there.tolist(), here, grant=grant)
+            here, key = list(range(len(there))), BlocksCacheKey(grant.cluster_id)
+            with pytest.raises(CacheError, match="is read under grants only"):
+                manager.pull_blocks(key, cache, there.tolist(), here)
+            manager.pull_blocks(key, cache, there.tolist(), here, grant=grant)
         finally:
             manager.unregister_cache(cache.cache_id)
         return memory.reshape(len(memory), -1)
