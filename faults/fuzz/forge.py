@@ -282,8 +282,8 @@ _TYPES: Final = {
 
 def _message(rng: random.Random, name: str, *, sealed: bool) -> list[Any]:
     """Return the fields of a message that could be meant. ``sealed``: each end gives its half of the lanes' secret."""
-    if name == "resolved":
-        return resolved(rng, _id(rng))
+    if name in ("resolved", "grantedonly"):
+        return [name, *resolved(rng, _id(rng))[1:]]
     if name == "located":
         return located(rng, _id(rng), rng.randrange(4))
     said: list[Any] = [name]
@@ -304,7 +304,7 @@ _WEIGHTS: Final = {
     4: "resolved claimended",
     3: "failed beat ping nixlask nixlsaid",
     2: "pong unlinkrequest unlinkack unlinkcancel authenticate laneslost located claimed claimover verified",
-    1: "authenticated question answer",
+    1: "authenticated question answer grantedonly",
 }
 #: What a linked peer says, and how often.
 LINK: Final = {name: weight for weight, names in _WEIGHTS.items() for name in names.split()}

@@ -176,7 +176,7 @@ class CacheManager(EngineUser):
         """Register a blocks cache, as :meth:`register_cache`, but the newest binding of a key wins.
 
         Args:
-            granted_only: Peers pull under a grant only and push nothing; other calls of theirs are a CacheError. An
+            granted_only: Peers pull under a grant only and push nothing; other calls of theirs are a CacheMismatch. An
                 extension. Default: False, or with ``llm.GrantedReads`` True.
 
         Source: interface §6.6.

@@ -14,7 +14,7 @@ from llm_datadist._links.messages import Guarded, Verify
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan
 from llm_datadist._transfer.handles import Handle, encode_handle
-from llm_datadist.errors import CacheError, CacheMismatch, GrantEnded, LLMException
+from llm_datadist.errors import CacheMismatch, GrantEnded, LLMException
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support import moves
@@ -51,7 +51,7 @@ def not_without_a_grant(pair: Pair) -> None:
         ("pull_cache", by_id, Use("row"), 1),
     ]
     for arguments in forms:
-        refused([pair.decoder, pair.prompt], ("kv", "row"), CacheError, NAMES, call, *arguments)
+        refused([pair.decoder, pair.prompt], ("kv", "row"), CacheMismatch, NAMES, call, *arguments)
     pair.decoder.do(moves.forget, "row")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
-from llm_datadist.errors import CacheError
+from llm_datadist.errors import CacheMismatch
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm.layout import pages_of, rows_of
 from llm_datadist.integrations.vllm.offers import KvOffer, RankEndpoint
@@ -51,7 +51,7 @@ class Reader:
         cache = manager.register_blocks_cache(CacheDesc(shape[0], list(shape[1:]), DataType.DT_INT8), addresses, None)
         try:
             here, key = list(range(len(there))), BlocksCacheKey(grant.cluster_id)
-            with pytest.raises(CacheError, match="is read under grants only"):
+            with pytest.raises(CacheMismatch, match="is read under grants only"):
                 manager.pull_blocks(key, cache, there.tolist(), here)
             manager.pull_blocks(key, cache, there.tolist(), here, grant=grant)
         finally:

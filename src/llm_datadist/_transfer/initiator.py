@@ -26,7 +26,6 @@ from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open
 from llm_datadist._transport.connection import MemoryChanged, MemoryTorn
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
-    CacheError,
     CacheMismatch,
     CacheNotFound,
     DeadlineExceeded,
@@ -194,7 +193,7 @@ class Initiator:
                 raise link.lost_error(op.what, "copy") from error
         elif remote.granted_only:
             text = f"{op.what}: {op.name}: {granted_only(remote.cache_id)}; pull with a grant of it"
-            raise CacheError(text, status_code=LLMStatusCode.LLM_PARAM_INVALID, peer=link.peer.cluster_id)
+            raise CacheMismatch(text, peer=link.peer.cluster_id)
         able = link.connection.capabilities
         # Before the guards are compared, because the owner waits for announced copies only.
         intent = _announce(link, op, remote) if op.push or able.announces_reads else None
