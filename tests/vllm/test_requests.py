@@ -296,6 +296,59 @@ def test_a_claimed_offer_counts_no_more(make: Callable[..., Engine]) -> None:
     assert prefill.prefill("second", {"do_remote_decode": True}, [4, 5, 6]) is not None
 
 
+class FullEngine:
+    """An engine that prefills and decodes, and schedules its queue as vLLM does: a request without blocks waits."""
+
+    def __init__(self, engine: Engine, name: str, prompts: int) -> None:
+        self.engine, self.free = engine, list(range(BLOCKS))
+        self.prompts = [f"{name}{number}" for number in range(prompts)]
+        self.fetches: list[Request] = []
+        self.blocks: dict[str, list[int]] = {}  # of offers, until they are sent; of fetches, until they end
+        self.refused = 0
+
+    def take(self) -> list[int]:
+        taken, self.free = self.free[:3], self.free[3:]
+        return taken
+
+    def turn(self, other: FullEngine) -> None:
+        """Schedule what has blocks, prompts first; their offers go to ``other``."""
+        while self.prompts and len(self.free) >= 3:
+            name, blocks = self.prompts.pop(), self.take()
+            params = self.engine.prefill(name, {"do_remote_decode": True}, blocks)
+            if params is None:
+                self.free += blocks
+                self.refused += 1
+            else:
+                self.blocks[name] = blocks
+                other.fetches.append(request := asked(f"{name}'", params, PROMPT))
+                other.engine.scheduler.on_new_request(request)
+                other.engine.step()
+        while self.fetches and len(self.free) >= 3:
+            request, blocks = self.fetches.pop(), self.take()
+            count = self.engine.scheduler.matched_tokens(request, 0)
+            assert count
+            given: Any = SimpleNamespace(get_block_ids=lambda blocks=blocks: (blocks,))
+            self.engine.scheduler.allocated(request, given, count)
+            self.blocks[request.request_id] = blocks
+        self.engine.step()
+        for name in {*self.engine.sent, *self.engine.ended} & self.blocks.keys():
+            self.free += self.blocks.pop(name)
+
+
+def test_two_full_engines_that_decode_for_each_other_do_not_wait_for_ever(make: Callable[..., Engine]) -> None:
+    """Blocks wait for a reader that has none of its own, because they wait for this engine's: nobody would go on."""
+    ours, theirs = (FullEngine(make("both", lease_s=3600), name, 2 * BLOCKS) for name in "ab")
+    limit = time.monotonic() + 60
+    while any(each.prompts or each.blocks or each.fetches for each in (ours, theirs)):
+        assert time.monotonic() < limit, "they wait for each other"
+        ours.turn(theirs)
+        theirs.turn(ours)
+    for each in (ours, theirs):
+        assert len(each.free) == BLOCKS
+        assert all(each.engine.ended.values())
+        assert len(each.engine.ended) + each.refused == 2 * BLOCKS
+
+
 def signed(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return params with a changed offer, as an engine that has the secret could make them."""
     keys = ReferenceKeys(runtime_secret_file())

@@ -2,8 +2,8 @@
 
 | request | effect |
 |---|---|
-| comes with an offer | workers claim the grants, so that the prefill engine keeps the blocks |
-| gets blocks | workers fetch the KV into them |
+| comes with an offer | workers claim the grants, so that the prefill engine keeps the blocks; not yet in `kv_both` |
+| gets blocks | workers fetch the KV into them; in `kv_both` they claim the grants first |
 | has all its KV here, or ends without blocks | workers release the grants |
 | has its last prompt token computed in this step, to be decoded elsewhere | workers grant its blocks |
 | ends with these blocks | they are kept; the answer has the offer |
@@ -12,6 +12,9 @@
 A grant is given during the step that writes its last bytes, and its token is in the offer only. vLLM hands the offer
 out with that step's output or a later one, which exists once every rank has run the step. So whoever has a token finds
 all grants given, and all bytes written; a grant that is revoked was never named to anybody.
+
+Blocks under a claim wait for the reader's own. Two `kv_both` engines that read each other could wait for ever, so there
+a claim waits for nothing: until then an offer lasts its lease, and offers are bounded.
 
 A decode engine fetches the prompt but its last token, which it computes, and so needs the window of that one. By the
 request's end vLLM may have freed blocks of it. After one new token they were freed right before that end, and are kept
@@ -85,7 +88,8 @@ class Scheduler:
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._beside = False  # other parts of a MultiConnector
         self._layout: Layout
-        self._asked: dict[str, bool | None] = {}  # until it has blocks or ends; False: refused, None: not verified yet
+        # Until it has blocks or ends: its verified offer and token; empty: refused; None: not verified yet.
+        self._asked: dict[str, tuple[KvOffer, bytes] | tuple[()] | None] = {}
         self._prompts: dict[str, Request] = {}  # to be decoded elsewhere: until granted, or ended
         self.granted: dict[str, _GrantedRequest] = {}  # until they end
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
@@ -126,7 +130,7 @@ class Scheduler:
         """Verify the offer of a request, once, when its adapter is known."""
         if self._asked.get(request.request_id, False) is not None or self._adapters.pending(request.lora_request):
             return
-        self._asked[request.request_id] = False
+        self._asked[request.request_id] = ()
         try:
             offer, token = KvOffer.read((request.kv_transfer_params or {}).get(FIELD), self._keys)
             if self._staged and not self._transfer.is_kv_consumer:
@@ -137,8 +141,9 @@ class Scheduler:
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
         else:
-            self._asked[request.request_id] = True
-            self._orders.claims[request.request_id] = offer, token
+            self._asked[request.request_id] = offer, token
+            if not self._transfer.is_kv_producer:
+                self._orders.claims[request.request_id] = offer, token
 
     def _require_all(self, offer: KvOffer, tokens: int) -> None:
         """Raise ParamError unless an offer has all that the last of so many tokens reads."""
@@ -169,7 +174,7 @@ class Scheduler:
             return
         if not num_external:
             self._drop(request.request_id)
-        elif self._asked.pop(request.request_id):  # once for each request
+        elif self._take_claim(request.request_id):  # once for each request
             tokens = request.num_prompt_tokens
             targets = self._needed(blocks.get_block_ids(), tokens - 1 - num_external, tokens)
             if self._staged:
@@ -179,8 +184,15 @@ class Scheduler:
         else:
             self._orders.refused.append(request.request_id)
 
+    def _take_claim(self, request_id: str) -> bool:
+        """Return whether a request has its claim, or now gets it; False if it was refused or not verified."""
+        asked = self._asked.pop(request_id)
+        if asked and self._transfer.is_kv_producer:
+            self._orders.claims[request_id] = asked
+        return bool(asked)
+
     def _drop(self, request_id: str) -> None:
-        if self._asked.pop(request_id):
+        if self._take_claim(request_id):
             self._orders.drops.append(request_id)
             self.fetching.free(request_id)
 
