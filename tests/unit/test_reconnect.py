@@ -65,7 +65,7 @@ def attempts() -> Iterator[Attempts]:
     attempts = Attempts()
     yield attempts
     attempts.reconnector.stop()
-    assert not [each for each in threading.enumerate() if each.name == "llm-datadist-redial"]
+    assert not [each for each in threading.enumerate() if each.name.startswith("llm-datadist-redial")]
 
 
 def refuse(status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> None:

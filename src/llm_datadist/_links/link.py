@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Failed, Ping, UnlinkAck, remote_failure
+from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, remote_failure
 from llm_datadist._log import logger
 from llm_datadist._native import UseGate, steps
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
@@ -343,6 +343,10 @@ class Link:
             self.send(message)
         except LinkError as error:
             logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
+
+    def say_goodbye(self) -> None:
+        """Ask the peer to unlink, without waiting: then it sees no loss in this link's end, and does not dial again."""
+        self.tell(UnlinkRequest(next(self.requests.numbers)))
 
     def report(self, message: Release | Consumed) -> None:
         """Send the end of a transfer, and count it: a request over a lane may overtake it."""

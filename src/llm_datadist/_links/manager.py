@@ -107,11 +107,12 @@ class LinkManager:
         return Listener(self._control, listening, self.endpoint, self, admission)
 
     def stop(self, reason: str) -> None:
-        """End every link without telling the peers (interface §3.2), then the listener."""
+        """End every link, then the listener. Peers are told, and not waited for (interface §3.2)."""
         self.communicators.stop()
         self._reconnector.stop()
         for link in self._table.close():
             link.begin_unlink()
+            link.say_goodbye()
             self.end(link, reason, lost=False)
         if self._started:
             self._control.call(self.heartbeat.stop)
@@ -450,6 +451,7 @@ class LinkManager:
                 self.end(link, "unlinked", lost=False)
             back = self._usable(cluster_id)
             if back is not None and back.origin.reconnected and not back.origin.requested:
+                back.say_goodbye()
                 self.end(back, "unlinked", lost=False)
         finally:
             self._reconnector.unlink(cluster_id, deadline)  # begun by its loss
@@ -466,7 +468,9 @@ class LinkManager:
         try:
             if not link.wait_idle(deadline) and not force:
                 raise deadline.error(what, "drain", cluster_id)
-            if not force:
+            if force:
+                link.say_goodbye()
+            else:
                 link.request(messages.UnlinkRequest, deadline, what, "unlink")
         except BaseException as error:
             if isinstance(error, LLMException) and not isinstance(error, DeadlineExceeded):

@@ -30,6 +30,11 @@ _LONGEST_SECONDS: Final = 10.0
 _CALM_SECONDS: Final = 10.0
 #: Limit of one attempt.
 _ATTEMPT_MS: Final = 3000
+#: A silent peer holds a thread for a whole attempt; the next ones are dialled beside it.
+_THREADS: Final = 8
+#: Of failures, after which a peer is dialled once a minute.
+_PATIENCE_SECONDS: Final = 600.0
+_SELDOM_SECONDS: Final = 80.0  # before jitter
 #: No attempt can succeed: the peer has refused, or is another process.
 _FINAL: Final = (LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_PARAM_INVALID)
 _FIRST_MEMBER_SECONDS: Final = 0.02
@@ -125,8 +130,7 @@ class RetryQueue(Generic[A]):
         return True
 
     def _start_thread(self) -> None:
-        name = self._name if self._limit == 1 else f"{self._name}_{self._started}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
@@ -197,6 +201,10 @@ class RetryQueue(Generic[A]):
         self._finish(attempt, again=again)
         return True
 
+    def _pick(self) -> A:
+        """Under the lock: take one of the attempts that are due."""
+        return heapq.heappop(self._waiting)
+
     def _next(self) -> A | None:
         """Wait for the next attempt; None ends the thread."""
         with self._changed:
@@ -204,7 +212,7 @@ class RetryQueue(Generic[A]):
                 attempt = self._waiting[0]
                 seconds = attempt.due - time.monotonic()
                 if seconds <= 0:
-                    heapq.heappop(self._waiting)
+                    attempt = self._pick()
                     self._current.append(attempt)
                     attempt.attempts += 1
                     return attempt
@@ -236,6 +244,7 @@ class Reconnect(Attempt):
         super().__init__(link.peer.cluster_id, time.monotonic() + _jittered(delay))
         self.peer: Peer = link.peer
         self.sequence = link.origin.sequence  # of the lost link
+        self.begun = time.monotonic()
         self.address = address
         self.reason = ""  # of the last failure
         self.delay = delay  # before jitter
@@ -249,8 +258,10 @@ class Reconnect(Attempt):
 
     def postpone(self, crowd: int) -> None:
         self._dial = None
-        self.delay = min(2 * self.delay, _LONGEST_SECONDS)
-        self.due = time.monotonic() + _jittered(self.delay)
+        now = time.monotonic()
+        seldom = now - self.begun >= _PATIENCE_SECONDS
+        self.delay = _SELDOM_SECONDS if seldom else min(2 * self.delay, _LONGEST_SECONDS)
+        self.due = now + _jittered(self.delay)
 
     def duplicates(self, waiting: Sequence[Attempt]) -> bool:
         """Return True if one waits for that cluster, of the same link or a later one."""
@@ -267,14 +278,16 @@ class Reconnect(Attempt):
 
 
 class Reconnector(RetryQueue[Reconnect]):
-    """All reconnects of one LLMDataDist, at most one for each cluster id, on one thread.
+    """All reconnects of one LLMDataDist, at most one for each cluster id.
+
+    Of the dials that are due, that of the link that was lost last is the first: peers long gone do not delay it.
 
     ``dial`` makes one attempt; it returns once the cluster is linked, by any call, and raises otherwise. ``linked``
     returns True if there is a later link than the lost one.
     """
 
     def __init__(self, dial: Callable[[Reconnect, Deadline], None], linked: Callable[[Reconnect], bool]) -> None:
-        super().__init__("llm-datadist-redial", 1, self._attempt)
+        super().__init__("llm-datadist-redial", _THREADS, self._attempt)
         self._dial_once = dial
         self._linked = linked
         self.succeeded = 0
@@ -299,6 +312,13 @@ class Reconnector(RetryQueue[Reconnect]):
                 logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, named(error))
         reconnect.close()
         return None
+
+    def _pick(self) -> Reconnect:
+        now = time.monotonic()
+        attempt = max((each for each in self._waiting if each.due <= now), key=lambda each: each.begun)
+        self._waiting.remove(attempt)
+        heapq.heapify(self._waiting)
+        return attempt
 
     def drop_older(self, link: Link) -> None:
         """Drop waiting dials of earlier links to that cluster. This one may be lost already: its own dial stays."""
@@ -348,8 +368,9 @@ class Reconnector(RetryQueue[Reconnect]):
             if final and not reconnect.cancelled:
                 logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, named(error))
             return not final
-        self.succeeded += 1
-        self._made[reconnect.peer.cluster_id] = (reconnect.delay, time.monotonic())
+        with self._changed:
+            self.succeeded += 1
+            self._made[reconnect.peer.cluster_id] = (reconnect.delay, time.monotonic())
         return False
 
 
