@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 from faults.strangers import silent_port
 from llm_datadist import CacheKey, LLMStatusCode
+from llm_datadist._links.link import Link
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
@@ -281,7 +282,7 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
 @pytest.mark.parametrize("cluster_id", [1, 9])
 def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: Family, cluster_id: int) -> None:
     prompt, decoder = two(family, extra=PATIENT)
-    prompt.do(linking.finalize)  # the process goes on: nothing but its silence tells
+    prompt.do(linking.vanish)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
     linking.not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
@@ -377,6 +378,50 @@ def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succee
         assert here.do(link, [info(there.cluster_id, there.port)]) == SUCCESS
         assert here.do(link_number, there.cluster_id) == mended, "the link that was there is the one"
         assert here.do(link, [info(there.cluster_id, there.port)]) == (ALREADY, [ALREADY])
+    bytes_move_both_ways(prompt, decoder)
+
+
+@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
+@pytest.mark.parametrize("goes", ["prompt", "decoder"])
+@pytest.mark.parametrize("unlinks", [True, False])
+def test_a_peer_that_finalizes_or_unlinks_by_force_is_neither_lost_nor_dialled(
+    pair: Pair, goes: str, unlinks: bool
+) -> None:
+    pair.start(extra=PATIENT)
+    gone, stays = (pair.prompt, pair.decoder) if goes == "prompt" else (pair.decoder, pair.prompt)
+    if unlinks:
+        assert gone.do(linking.unlink, [info(stays.cluster_id)], 5000, True) == SUCCESS
+    else:
+        gone.do(linking.finalize)
+    alone(stays)
+    assert (stays.do(losses), stays.do(redials)) == (({}, 0), ())
+
+
+def dial_gone(world: World, ports: list[int]) -> None:
+    """Lose as many links as ports, whose peers are at these from now on."""
+    link = world.probe.link(1)
+    for number, port in enumerate(ports):
+        origin = replace(link.origin, address=("127.0.0.1", port))
+        gone = Link(replace(link.peer, cluster_id=100 + number), link.connection, link.choice, origin, link.spoken)
+        assert world.probe.reconnector.begin(gone) is not None
+
+
+def dials(world: World) -> dict[int, int]:
+    """Return the number of attempts, by cluster id."""
+    return {each.remote_cluster_id: each.attempts for each in world.dd.statistics().redials}
+
+
+def test_24_gone_peers_do_not_delay_the_return_of_a_link(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.start()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(silent_port()) for _ in range(20)]
+        decoder.do(dial_gone, silent + [linking.free_port() for _ in range(4)])
+        wait_until(lambda: min(decoder.do(dials).values()) > 0, 60)
+        before, was = decoder.do(dials), decoder.do(link_number, 1)
+        prompt.do(linking.lose, 2)
+        wait_until(lambda: decoder.do(link_number, 1) > was, 60)
+        after = decoder.do(dials)
+        assert sum(after[each] - before[each] for each in range(100, 120)) <= 12, "the silent ones were first"
     bytes_move_both_ways(prompt, decoder)
 
 

@@ -108,6 +108,16 @@ def finalize(world: World) -> None:
     world.dd.finalize()
 
 
+def vanish(world: World) -> None:
+    """Finalize after the network broke: peers hear no goodbye. For an end that dialled no link."""
+    manager = links_of(world)
+    manager.listen(None, even_if_linked=True)
+    for peer in links(world):
+        lose(world, peer)
+    wait_until(lambda: not links(world))
+    world.dd.finalize()
+
+
 def links_of(world: World) -> Any:
     """Return what the end's engine knows of its links."""
     return world.probe.engine.links

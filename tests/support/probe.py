@@ -17,6 +17,7 @@ from llm_datadist._cache.registry import Pin, Registry
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Message
+from llm_datadist._links.retry import Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._memory import pool
 from llm_datadist._memory.pool import DirectMemory, MemoryPool
@@ -56,6 +57,10 @@ class Probe:
     def link(self, peer: int) -> Link:
         """Return the link to a peer. Raises NotLinked as :meth:`LinkManager.get`."""
         return self.engine.links.get(peer)
+
+    @property
+    def reconnector(self) -> Reconnector:
+        return self.engine.links._reconnector
 
     def transport(self, name: str) -> Any:
         """Return the transport of this name."""

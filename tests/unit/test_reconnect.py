@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -184,6 +185,42 @@ def test_a_cancelled_redial_makes_no_further_attempt_and_after_a_stop_there_is_n
     assert attempts.reconnector.begin(lost()) is None
     assert attempts.reconnector.statistics() == ()
     assert len(attempts.made) == count
+
+
+def test_silent_peers_are_dialled_side_by_side_and_the_link_lost_last_before_them(attempts: Attempts) -> None:
+    answers = threading.Semaphore(0)
+
+    def hold() -> None:
+        answers.acquire(timeout=60)
+        refuse()
+
+    attempts.outcome = hold
+    try:
+        for number in range(100, 124):
+            attempts.reconnector.begin(lost(number))
+        wait_until(lambda: len(attempts.made) == 8)
+        last = attempts.reconnector.begin(lost(7))
+        assert last is not None
+        wait_until(lambda: time.monotonic() > last.due)
+        answers.release()
+        wait_until(lambda: len(attempts.made) == 9)
+        assert attempts.made[8] is last
+    finally:
+        answers.release(1000)
+
+
+def test_after_ten_minutes_a_peer_is_dialled_about_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("llm_datadist._links.retry.time", Mock(monotonic=lambda: now[0]))
+    reconnect = Reconnect(lost(), ADDRESS, 0.1)
+    while reconnect.due < 1600:
+        now[0] = reconnect.due
+        reconnect.postpone(0)
+        assert reconnect.due - now[0] <= 10
+    for _ in range(9):
+        now[0] = reconnect.due
+        reconnect.postpone(0)
+        assert 40 <= reconnect.due - now[0] <= 80
 
 
 def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts: Attempts) -> None:

@@ -245,6 +245,7 @@ class Reconnect(Attempt):
         self.peer: Peer = link.peer
         self.sequence = link.origin.sequence  # of the lost link
         self.begun = time.monotonic()
+        self.cost = 0.0  # seconds that its failed attempts held a thread
         self.address = address
         self.reason = ""  # of the last failure
         self.delay = delay  # before jitter
@@ -280,7 +281,8 @@ class Reconnect(Attempt):
 class Reconnector(RetryQueue[Reconnect]):
     """All reconnects of one LLMDataDist, at most one for each cluster id.
 
-    Of the dials that are due, that of the link that was lost last is the first: peers long gone do not delay it.
+    Of the dials that are due, the one that cost least is the first, then the link that was lost last: gone peers, which
+    let an attempt wait for its whole limit, share the threads that others leave.
 
     ``dial`` makes one attempt; it returns once the cluster is linked, by any call, and raises otherwise. ``linked``
     returns True if there is a later link than the lost one.
@@ -315,7 +317,7 @@ class Reconnector(RetryQueue[Reconnect]):
 
     def _pick(self) -> Reconnect:
         now = time.monotonic()
-        attempt = max((each for each in self._waiting if each.due <= now), key=lambda each: each.begun)
+        attempt = max((each for each in self._waiting if each.due <= now), key=lambda each: (-each.cost, each.begun))
         self._waiting.remove(attempt)
         heapq.heapify(self._waiting)
         return attempt
@@ -356,6 +358,7 @@ class Reconnector(RetryQueue[Reconnect]):
 
     def _attempt(self, reconnect: Reconnect) -> bool:
         """Dial once; return True to repeat."""
+        began = time.monotonic()
         try:
             if self._linked(reconnect):
                 return False
@@ -364,6 +367,7 @@ class Reconnector(RetryQueue[Reconnect]):
             self._dial_once(reconnect, Deadline(_ATTEMPT_MS))
         except LLMException as error:
             reconnect.reason = str(error)
+            reconnect.cost += time.monotonic() - began
             final = error.status_code in _FINAL
             if final and not reconnect.cancelled:
                 logger.warning("%s is not dialled again: %s; link_clusters links again", reconnect.peer, named(error))
