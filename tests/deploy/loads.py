@@ -20,7 +20,7 @@ from llm_datadist import BlocksCacheKey, CacheKey
 from llm_datadist.errors import CacheNotFound
 from llm_datadist.prometheus import register
 from tests.support.ends import ChildEnd, End, begin_there, frozen, result_there
-from tests.support.linking import finalize, info, link, link_number, lose
+from tests.support.linking import info, link, link_number, lose, vanish
 from tests.support.moves import Spec, Use, call, forget, make, same_bytes, show, wait_until
 from tests.support.world import World, small_pool
 
@@ -188,11 +188,11 @@ def loses_links(pair: Pair) -> Rounds:
     yield from _for_ever()
 
 
-def finalized(pair: Pair) -> Rounds:
-    """The prompt ends while its process lives: it is dialled again for ever."""
+def vanished(pair: Pair) -> Rounds:
+    """The prompt cannot be reached while its process lives: it is dialled again for ever."""
     pair.start()
     yield
-    pair.prompt.do(finalize)
+    pair.prompt.do(vanish)
     yield from _for_ever()
 
 
@@ -290,7 +290,7 @@ LOADS: Final = (paged, as_vllm, rows)
 FAULTS: Final[dict[str, tuple[Callable[[Pair], Rounds], str]]] = {
     "LlmDatadistLinkDown": (killed, "decoder"),
     "LlmDatadistLostLinks": (loses_links, "both"),
-    "LlmDatadistRedialling": (finalized, "decoder"),
+    "LlmDatadistRedialling": (vanished, "decoder"),
     "LlmDatadistFailureRatio": (asks_too_early, "decoder"),
     "LlmDatadistSlow": (stands_still, "decoder"),
     "LlmDatadistOldestKey": (never_pulled, "prompt"),
