@@ -573,6 +573,23 @@ def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
     assert decode.worker.datadist.explain(first).state == "ready"
 
 
+def test_engines_that_are_gone_are_forgotten_with_their_threads_once_another_comes(
+    make: Callable[..., Engine],
+) -> None:
+    decode, prefills = make("decode"), [make("prefill") for _ in range(3)]
+    for number in (0, 1):
+        assert comes(prefills[number], decode, f"request{number}")
+    gone, there = (each.worker.cluster_id for each in prefills[:2])
+    threads = decode.worker.engines.known[gone].threads
+    prefills[0].worker.stop()
+    wait_until(lambda: gone not in {each.remote_cluster_id for each in decode.worker.datadist.statistics().links})
+    assert comes(prefills[2], decode, "another")
+    assert list(decode.worker.engines.known) == [there, prefills[2].worker.cluster_id]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        threads.submit(int)
+    assert decode.worker.datadist.statistics().redials == ()
+
+
 def with_identity(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, role: str, **extra: Any) -> Engine:
     said = extra.pop("identity")
     with monkeypatch.context() as patch:

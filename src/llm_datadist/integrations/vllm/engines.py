@@ -108,20 +108,33 @@ class Engines:
         key = ranks[0].cluster_id
         with self._lock:
             if key not in self.known:
-                if len(self.known) >= _MAX_ENGINES:
-                    self._retire()
+                self._retire()
                 self.known[key] = _Engine(ranks)
             self.known[key].users += 1
             return self.known[key]
 
     def _retire(self) -> None:
-        """Give up the longest idle engine. Raises LinkError if all are in use."""
-        idle = next((key for key, each in self.known.items() if not each.users), None)
-        if idle is None:
-            raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
-        engine = self.known.pop(idle)
-        engine.threads.submit(self._unlink_retired, engine)
-        engine.threads.shutdown(wait=False)
+        """Give up idle engines without a link, then, if there are too many, the longest idle one.
+
+        Raises LinkError if all are in use.
+        """
+        idle = [key for key, each in self.known.items() if not each.users]
+        retired = [key for key in idle if not any(map(self._is_linked, self.known[key].ranks))]
+        if len(self.known) - len(retired) >= _MAX_ENGINES:
+            if not idle:
+                raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
+            retired = idle[:1]
+        for key in retired:
+            engine = self.known.pop(key)
+            engine.threads.submit(self._unlink_retired, engine)
+            engine.threads.shutdown(wait=False)
+
+    def _is_linked(self, endpoint: RankEndpoint) -> bool:
+        try:
+            self._datadist.explain(endpoint.cluster_id)
+        except NotLinked:
+            return False
+        return True
 
     # --- on an engine's thread ----------------------------------------------------------------------------------------
 
