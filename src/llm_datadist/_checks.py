@@ -189,6 +189,12 @@ def is_ip(value: object) -> bool:
         return False
 
 
+def check_unscoped(name: str, text: str) -> None:
+    """Raise ParamError if an IPv6 address names an interface, which has another name at peers."""
+    rule = "an address with a scope (%) is link-local, which is not supported; give another address of that host"
+    check_rule("%" not in text, f"{name}: {text!r}: {rule}")
+
+
 def is_loopback(host: str) -> bool:
     """Return True for a loopback address or ``localhost``; other names are not resolved."""
     try:

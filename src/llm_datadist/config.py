@@ -25,6 +25,7 @@ from llm_datadist._checks import (
     check_text,
     check_type,
     check_uint32,
+    check_unscoped,
     is_digits,
     is_ipv6,
     is_loopback,
@@ -96,9 +97,10 @@ def parse_listen_ip_info(listen_ip_info: str, name: str = "listen_ip_info") -> t
     Source: interface §2.
     """
     text = check_text(name, check_type(name, listen_ip_info, str))
+    check_unscoped(name, text)
     ip, colon, port = text[1:].partition("]:") if text.startswith("[") else text.partition(":")
     if not ip or not colon or ":" in port or (text.startswith("[") and not is_ipv6(ip)):
-        raise ParamError(f"{name}: {listen_ip_info!r} is not of the form ip:port")
+        raise ParamError(f"{name}: {listen_ip_info!r} is not of the form ip:port or [ipv6]:port")
     if not is_digits(port) or int(port) > 65535:
         raise ParamError(f"{name}: port {port!r} of {listen_ip_info!r} is no number in [0, 65535]")
     return ip, int(port)
@@ -142,7 +144,7 @@ def _row(name: str, kind: Kind[V], default: V, meaning: str, shown: str = "") ->
     return made
 
 
-_ADDRESS: Final[Kind[tuple[str, int]]] = "ip:port or [ipv6]:port", lambda _, text: parse_listen_ip_info(text)
+_ADDRESS: Final[Kind[tuple[str, int]]] = "ip:port or [ipv6]:port", lambda name, text: parse_listen_ip_info(text, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -349,7 +349,7 @@ class LLMDataDist:
                 check_type(f"switch_options[{LISTEN!r}]", listen, str)
             if not engine.options.cache_manager:
                 _check_v1(engine.options, self._role, role, listen)
-            wanted = None if listen is None else parse_listen_ip_info(listen)
+            wanted = None if listen is None else parse_listen_ip_info(listen, LISTEN)
             if engine.options.transfer_backend is not None:
                 now, fixed = engine.links.listen_address, engine.options.listen
                 check_enabled(

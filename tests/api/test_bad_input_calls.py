@@ -582,7 +582,12 @@ BAD_INIT: Final[list[tuple[Any, refusals.Kind, tuple[str, ...]]]] = [
     *((OPTIONS | {"llm.PeerTimeout": text}, RULE, ("llm.PeerTimeout", text + ".0", "above 0")) for text in ("0", "-3")),
     (OPTIONS | {"llm.PeerTimeout": "0.09"}, RULE, ("llm.PeerTimeout", "0.09", "0.1 s at least")),
     (OPTIONS | {"llm.SyncKvCacheWaitTime": "9" * 5000}, RULE, ("llm.SyncKvCacheWaitTime", "whole number")),
-    *((OPTIONS | {"llm.listenIpInfo": text}, RULE, ("listen_ip_info", repr(text))) for text in BAD_LISTEN),
+    *((OPTIONS | {"llm.listenIpInfo": text}, RULE, ("llm.listenIpInfo", repr(text))) for text in BAD_LISTEN),
+    (
+        OPTIONS | {"llm.listenIpInfo": "[fe80::1%lo]:0"},
+        RULE,
+        ("llm.listenIpInfo: '[fe80::1%lo]:0'", "scope"),
+    ),
     *((OPTIONS | {pool: text}, RULE, (part,)) for pool in POOLS for text, part in BAD_POOLS),
     (OPTIONS | {POOLS[1]: f'{{"memory_size": {20 * (2**30) + 65536}}}'}, RULE, (POOLS[1],)),
     *(

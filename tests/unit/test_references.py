@@ -129,6 +129,17 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(other.iterdir()) == []
 
 
+def test_without_a_temporary_folder_the_error_names_the_option_that_does_without_one(tmp_path: Path) -> None:
+    script = "from llm_datadist.integrations import references as r; r.runtime_secret_file()"
+    nowhere = f"import tempfile; tempfile._candidate_tempdir_list = lambda: [{str(tmp_path / 'none')!r}]; "
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+    command = [sys.executable, "-c", nowhere + script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    assert "ParamError: reference_secret_file: " in done.stderr
+    assert "No usable temporary directory found in" in done.stderr
+    assert done.stderr.endswith("; give a file\n")
+
+
 def test_options_are_judged_as_the_workers_get_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@
 import copy
 import gc
 import pickle
+import re
 import weakref
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from llm_datadist import LLMClusterInfo, LLMConfig, Placement, Tensor, TensorDesc, TransferConfig
 from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_np_dtypes
+from llm_datadist.errors import ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, MemInfo
 from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
 from llm_datadist.types.enums import LLMRole, Memtype, PushType, RegisterMemStatus
@@ -316,6 +318,10 @@ def test_r01_cluster_info_refuses() -> None:
     ):
         endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in wrong)), "port": integer(0, 2**16 - 1)}
         refuse_each(append, {"ip": "1.2.3.4", "port": 1}, endpoint)
+    for append in (info.append_local_ip_info, info.append_remote_ip_info):
+        for ip in ("fe80::1%eth0", "[fe80::1%eth0]"):
+            with pytest.raises(ParamError, match=re.escape(f"ip: {ip!r}: an address with a scope (%) is link-local")):
+                append(ip, 1)
     refuse_each(partial(assign, info), {}, {"remote_cluster_id": UINT64, "remote_role_type": Spec(("PROMPT", 1.0))})
     assert info.local_ip_info_list == info.remote_ip_info_list == []
 

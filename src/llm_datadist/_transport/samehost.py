@@ -324,15 +324,17 @@ def _listen(socket_dir: str | None, *, shared: bool) -> tuple[socket.socket, str
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        where = "an abstract name" if socket_dir is None else f"llm.ShmSocketDir={socket_dir!r}"
-        raise ParamError(f"same-host listener: cannot listen at {where}: {error}") from error
+        where = "same-host listener" if socket_dir is None else f"llm.ShmSocketDir={socket_dir!r}"
+        action = "" if socket_dir is None else "; give a folder in which this process may make sockets"
+        raise ParamError(f"{where}: cannot listen there: {error.strerror or error}{action}") from error
     return sock, "@" + unique
 
 
 def _listen_in(sock: socket.socket, folder: Path, unique: str, *, shared: bool) -> str:
     path = folder / (unique + _SUFFIX)
     if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise OSError(f"the path of a socket file has {_LONGEST_PATH} bytes at most")
+        most = _LONGEST_PATH - len(path.name) - 1
+        raise OSError(f"the path of a socket file has {_LONGEST_PATH} bytes at most, so this folder's has {most}")
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     here = Path(f"/proc/self/fd/{held}")  # the checked folder, even if its path changes
     temporary = here / f".{path.name}"

@@ -113,8 +113,10 @@ def runtime_secret_file() -> Path:
     """
     uid = os.geteuid()
     home = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(home, "open-datadist") if os.path.isdir(home) else Path(tempfile.gettempdir(), f"open-datadist-{uid}")
+    folder = Path(home, "open-datadist")
     try:
+        if not os.path.isdir(home):
+            folder = Path(tempfile.gettempdir(), f"open-datadist-{uid}")
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         about = folder.lstat()  # follows no symbolic link

@@ -6,7 +6,16 @@ import re
 import socket
 from typing import Final
 
-from llm_datadist._checks import Attribute, check_int, check_type, check_uint16, check_uint32, check_uint64, is_ipv6
+from llm_datadist._checks import (
+    Attribute,
+    check_int,
+    check_type,
+    check_uint16,
+    check_uint32,
+    check_uint64,
+    check_unscoped,
+    is_ipv6,
+)
 from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
@@ -51,6 +60,7 @@ def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = F
     """Return an endpoint as in a cluster info, also with a host name if ``named``. Errors begin with ``where``."""
     name = f"{where}ip"
     if isinstance(ip, str):
+        check_unscoped(name, ip)
         inner = ip.removeprefix("[").removesuffix("]")
         host = inner if is_ipv6(inner) else ip if named and _NAME.fullmatch(ip) else trans_str_ip(ip, name)
         return host, check_uint16(f"{where}port", port)
