@@ -32,7 +32,7 @@ from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
 from tests.support.kinds import ChildEnd, End, Pair, World
 from tests.support.layers import Always
-from tests.support.linking import SUCCESS, explain, finalize, free_port, info, link, statistics, unlink
+from tests.support.linking import SUCCESS, explain, free_port, info, link, statistics, unlink, vanish
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
 from tests.support.source import run
 from tests.support.world import make_config
@@ -303,7 +303,7 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     _histograms_and_failures_equal_what_was_done(shm_pair.decoder, moved)
     redials = 'llm_datadist_redial_attempts{cluster="2",peer="1"}'
     assert redials not in decoder
-    shm_pair.prompt.do(finalize)  # its process lives, so there is hope
+    shm_pair.prompt.do(vanish)  # its process lives, so there is hope
     wait_until(lambda: _numbers(shm_pair.decoder).get(redials, 0) >= 1)
     lost = {name: value for name, value in _numbers(shm_pair.decoder).items() if "links_lost_total" in name}
     assert sum(lost.values()) == 1

@@ -44,7 +44,19 @@ from tests.support import ranks, refusals
 from tests.support.ends import ChildEnd, LocalEnd, freeze, frozen
 from tests.support.kinds import Bytes, End, Pair, World
 from tests.support.layers import Always, Gated, addresses
-from tests.support.linking import SUCCESS, alone, begin_there, info, link, links, redials, result_there, switch, unlink
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    begin_there,
+    info,
+    link,
+    links,
+    redials,
+    result_there,
+    switch,
+    unlink,
+    vanish,
+)
 from tests.support.memory import user_memory
 from tests.support.moves import Use, cache_id, in_time, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.probe import Probe, kept_mapped, lock_of
@@ -717,7 +729,7 @@ def test_check_link_status_and_pulls_of_a_stopped_peer_time_out(shm_pair: Pair) 
     for name, call in PULLS.items():
         wait_until(partial(in_time, decoder, kv_call, *call))
         same_bytes(decoder.do(show, name), moved(mine[name], theirs[name], [(2, 1)]))
-    prompt.stop()
+    prompt.do(vanish)
     wait_until(lambda: decoder.do(links) == {})
     assert len(decoder.do(redials)) == 1
     assert decoder.do(unlink, [info(1, prompt.port)]) == (OK, [NOT_YET])
