@@ -210,8 +210,7 @@ def test_programs_of_the_front_page_run_in_two_processes_and_print_what_it_says(
         assert promised
         assert printed == f"{promised[1]}\n"
         _, complaints = prompt.communicate("\n", timeout=60)
-        assert prompt.returncode == 0
-        assert re.fullmatch(r"(link to cluster 2 \(.*\) ended: the peer closed the connection\n)?", complaints)
+        assert (prompt.returncode, complaints) == (0, "")
     finally:
         for process in processes:
             process.kill()

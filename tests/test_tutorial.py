@@ -16,10 +16,10 @@ from tests.support.linking import free_port
 from tests.support.source import ROOT, run
 
 TEXT: Final = (ROOT / "docs" / "tutorial.md").read_text()
-#: A file, a session, a key that the reader presses, a line that appears meanwhile: in the page's order.
+#: A file, a session, a key that the reader presses: in the page's order.
 _STEP: Final = re.compile(
     r"^```python\n# (?P<file>\S+)\n(?P<code>.*?)^```|^```console\n(?P<session>.*?)^```"
-    r"|^(?P<enter>Press Enter in the first terminal)\.$|The first terminal now says\n`(?P<line>[^`]+)`",
+    r"|^(?P<enter>Press Enter in the first terminal)\.$",
     re.MULTILINE | re.DOTALL,
 )
 _COMMAND: Final = re.compile(r"(first|second)\$ (.*)")
@@ -82,8 +82,6 @@ def follow(text: str, folder: Path) -> int:
             elif step["session"]:
                 play(terminals, step["session"])
                 sessions += 1
-            elif step["line"]:
-                first.expect(step["line"])
             else:
                 first.send("")
                 first.expect_nothing_more()
