@@ -92,8 +92,7 @@ def run(folder: Path, length: int, *, files: bool = False) -> list[tuple[str, An
     prompt = _prompt(length, 0)
     with Servers(folder, build(folder / "model", **LARGER)) as servers:
         store = servers.store()
-        patient = {"lookup_ms": 1000}  # a laptop may be busy
-        connector = store_connector(f"127.0.0.1:{store.port}", store_options=patient)
+        connector = store_connector(f"127.0.0.1:{store.port}")
         first, second = _start(servers, connector)
         rows = [("A, cold", ask(first, prompt), False), ("B", ask(second, prompt), True)]
         for server in (first, second):

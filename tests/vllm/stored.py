@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import re
 import secrets
 import signal
@@ -80,6 +81,7 @@ class RemoteStore:
     def stop(self) -> None:
         """Let it stand still."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +137,7 @@ class SeenStoreConnector(LLMDataDistStoreConnector):
 
     @property
     def clients(self) -> list[StoreClient]:
-        return list(self._scheduler.clients) if self._scheduler else [self._worker.client]
+        return [self._scheduler.lookups.client] if self._scheduler else [self._worker.client]
 
 
 class Other:

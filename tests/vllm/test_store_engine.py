@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from vllm.lora.request import LoRARequest
 
 from five_cases import prompts
 from llm_datadist.integrations.vllm.staging import PortableCopier, Ring
+from llm_datadist.store import StoreClient
 from model import build
 from tests.vllm.latent import build_latent
 from tests.vllm.seen import ENVIRONMENT
@@ -194,6 +196,58 @@ def test_zeroed_slots_are_refused_and_would_give_other_tokens(
         assert engine.answers([LONG]) == [(answer, full(LONG))], "what was computed has been saved anew"
 
 
+def test_after_a_reset_no_engine_finds_what_was_saved_before(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore
+) -> None:
+    """The engine saves and finds again what it computes afterwards, in namespaces of its own."""
+    with Engine(checkpoint, store) as engine:
+        for _ in range(2):
+            assert engine.answers([LONG]) == [(cold[len(LONG)], 0)]
+            engine.forget()
+            assert engine.answers([LONG]) == [(cold[len(LONG)], full(LONG))]
+            engine.forget()
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.answers([LONG]) == [(cold[len(LONG)], 0)]
+        engine.forget()
+        store.stop()
+        assert not engine.llm.reset_prefix_cache(reset_connector=True)
+        store.process.send_signal(signal.SIGCONT)
+    with Engine(checkpoint, store) as engine:
+        assert engine.answers([LONG]) == [(cold[len(LONG)], 0)]
+
+
+def test_all_engines_of_a_shared_namespace_go_on_with_it_after_a_reset(
+    checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore
+) -> None:
+    shared = {"clear_shared": True}
+    with Engine(checkpoint, store, extra=shared) as engine:
+        assert engine.answers([LONG]) == [(cold[len(LONG)], 0)]
+        engine.forget()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.answers([LONG]) == [(cold[len(LONG)], 0)]
+        engine.forget()
+    with Engine(checkpoint, store, extra=shared) as engine:
+        assert engine.answers([LONG]) == [(cold[len(LONG)], full(LONG))]
+
+
+def test_a_burst_of_requests_leaves_all_full_blocks_in_the_store(
+    checkpoint: Path, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of many requests beside each other has blocks that only the end of a request before makes room for."""
+    save = StoreClient.save
+
+    def slowly(*args: Any) -> int:
+        threading.Event().wait(0.2)
+        return save(*args)
+
+    asked = prompts(24, 400)
+    monkeypatch.setattr(StoreClient, "save", slowly)
+    with Engine(checkpoint, store, 128) as engine:
+        engine.answers(asked, new=2)
+        engine.forget()
+        assert store.figures()["published"] == sum(len(each) // BLOCK for each in asked)
+
+
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_store_that_is_lost_between_lookup_and_load_ends_no_request(
     checkpoint: Path, cold: dict[int, Tokens], store: RemoteStore, how: str
@@ -217,7 +271,7 @@ def test_a_store_that_is_lost_between_lookup_and_load_ends_no_request(
 
 
 def test_slots_are_not_evicted_between_lookup_and_load(checkpoint: Path, cold: dict[int, Tokens]) -> None:
-    with RemoteStore(nbytes=16 << 20) as store, Engine(checkpoint, store) as engine:  # eight slots of a namespace
+    with RemoteStore(nbytes=17 << 20) as store, Engine(checkpoint, store) as engine:  # eight slots of a namespace
         engine.answers([LONG])
         engine.forget()
         assert store.figures()["slots"] == 8

@@ -67,6 +67,8 @@ def test_two_ranks_find_again_what_two_ranks_saved_before_they_were_killed(serve
     first.kill()
     second = both(servers, store, "second", **TWO)
     assert asked_of(second, expected) == STORED
+    assert second.metric("vllm:datadist_store_loaded_tokens_total") == STORED
+    assert second.metric("vllm:datadist_store_hits_total") >= len(ASKED)
     blocks_are_free_within(second, 30)
     second.kill()
     single = both(servers, store, "single")

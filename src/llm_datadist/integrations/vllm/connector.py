@@ -47,6 +47,7 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     supports_sleep_mode = False  # vLLM 0.32 does not ask
     _scheduler: Any = None
     _worker: Any = None
+    _stats, _metrics = Stats, StatsMetrics
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -121,6 +122,19 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_told()
 
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return (self._worker or self._scheduler).stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return cls._stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        return cls._metrics(*args, **kwargs)
+
 
 class LLMDataDistConnector(HalvedConnector):
     """Moves a prompt's KV cache from a prefill engine to a decode engine.
@@ -157,16 +171,3 @@ class LLMDataDistConnector(HalvedConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End the grants of aborted and preempted requests, before this step overwrites their blocks."""
         self._worker.revoke(kv_connector_metadata)
-
-    # --- metrics ------------------------------------------------------------------------------------------------------
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return (self._worker or self._scheduler).stats.take()
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return Stats(data or {})
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
-        return StatsMetrics(*args, **kwargs)

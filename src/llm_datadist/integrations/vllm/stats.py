@@ -1,9 +1,9 @@
-"""A worker's counters, for vLLM's log and its Prometheus metrics. Each tensor-parallel rank counts its own requests."""
+"""Counters, for vLLM's log and its Prometheus metrics. Each rank counts its own, the store's scheduler for all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
@@ -22,18 +22,30 @@ COUNTERS: Final = {
     "lost_grants": "Offers that ended because their reader was lost.",
     "revoked_grants": "Grants of aborted or preempted requests, or that ended with their cache.",
 }
+#: Of the store connector: what is lost, which its log tells, and all. docs/howto-vllm-store.md has their meaning.
+LOST: Final = (
+    *("misses_late", "misses_gone", "misses_busy", "failed_loads", "lost_crowded_blocks", "lost_needed_blocks"),
+    *("refused_busy", "refused_gone", "refused_late", "refused_failed", "refused_cleared"),
+)
+_NOT_LOST: Final = (
+    *("hits", "misses_absent", "found_tokens", "loaded_tokens", "saved_blocks", "retried_blocks"),
+    *("lookup_seconds", "load_seconds", "save_seconds"),
+)
+STORE_COUNTERS: Final = dict.fromkeys(_NOT_LOST + LOST, "See the page 'A prefix store for vLLM', Metrics.")
 
 
 @dataclass
 class Stats(KVConnectorStats):
     """The numbers of one interval."""
 
+    counters: ClassVar[dict[str, str]] = COUNTERS
+
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+        self.data: dict[str, Any] = dict.fromkeys(self.counters, 0)
 
     def add(self, name: str, number: float = 1) -> None:
         self.data[name] += number
@@ -46,36 +58,50 @@ class Stats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers for the log."""
         found = {name: number for name, number in self.data.items() if number}
-        if seconds := self.data["fetch_seconds"]:
+        if seconds := self.data.get("fetch_seconds"):
             found["fetch_gb_per_s"] = round(self.data["fetched_bytes"] / seconds / 1e9, 2)
         return found
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
-    def take(self) -> Stats | None:
+    def take(self) -> Self | None:
         """Return the numbers since the last call, None if there are none."""
         if self.is_empty():
             return None
-        found = Stats(self.data)
+        found = type(self)(self.data)
         self.reset()
         return found
+
+
+class StoreStats(Stats):
+    """The store connector's."""
+
+    counters = STORE_COUNTERS
 
 
 class StatsMetrics(KVConnectorPromMetrics):
     """Prometheus counters ``vllm:datadist_<name>_total``."""
 
+    prefix, counters = "vllm:datadist_", COUNTERS
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counters = {
             name: create_metric_per_engine(
-                self._counter_cls(name=f"vllm:datadist_{name}", documentation=text, labelnames=self._labelnames),
+                self._counter_cls(name=self.prefix + name, documentation=text, labelnames=self._labelnames),
                 self.per_engine_labelvalues,
             )
-            for name, text in COUNTERS.items()
+            for name, text in self.counters.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, number in transfer_stats_data.items():
             if number and name in self._counters:
                 self._counters[name][engine_idx].inc(number)
+
+
+class StoreStatsMetrics(StatsMetrics):
+    """Prometheus counters ``vllm:datadist_store_<name>_total``."""
+
+    prefix, counters = "vllm:datadist_store_", STORE_COUNTERS

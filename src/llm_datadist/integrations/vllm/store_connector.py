@@ -11,6 +11,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.connector import HalvedConnector
 from llm_datadist.integrations.vllm.kinds import windows_of
+from llm_datadist.integrations.vllm.stats import StoreStats, StoreStatsMetrics
 from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 
@@ -34,6 +35,7 @@ class LLMDataDistStoreConnector(HalvedConnector):
 
     _cache_hit_source = CacheHitSource.HOST
     requires_kv_delivery = False  # what is not saved is computed
+    _stats, _metrics = StoreStats, StoreStatsMetrics
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -52,6 +54,10 @@ class LLMDataDistStoreConnector(HalvedConnector):
     def take_events(self) -> Iterable[KVCacheEvent]:
         found: list[KVCacheEvent] = self._scheduler.take_events()
         return found
+
+    def reset_cache(self) -> bool:
+        """Let nothing that was saved be found again; return False if the store has not answered within a second."""
+        return self._scheduler.reset()
 
 
 def _require_storable(config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:

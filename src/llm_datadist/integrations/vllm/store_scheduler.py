@@ -2,44 +2,51 @@
 
 | request | effect |
 |---|---|
-| asks for tokens | its keys are looked up for each rank, the shortest run counts; the hits are held |
+| asks for tokens | its keys are looked up for all ranks (`lookups.py`); until the answer is there, it waits |
 | gets blocks, and slots if staged | workers load the hits into them |
 | is loaded on all ranks, or ends without blocks | the hits are released, and its slots |
 | could not be loaded | it is computed, and not looked up again |
-| has more full blocks after this step | workers save them |
+| has more full blocks after this step | workers save them, at most a quarter of all blocks at once, or of the slots |
+| ends, and has full blocks that are not saved | they are kept for later steps, at most another quarter |
 
-A block that is saved has a reference of our own until all ranks have reported the end. So vLLM gives it to no other
-request before, whether its own ends, is aborted or preempted. At most a quarter of the blocks are saved at once, and at
-most as many as there are slots if KV is staged (`staging.py`); the others wait for a later step of their request.
+A block that is saved or kept has a reference of our own until all ranks have reported the end. So vLLM gives it to no
+other request before, whether its own ends, is aborted or preempted. While vLLM has less than a twentieth of its blocks
+free, none is kept.
 
 A key is vLLM's hash of all tokens up to the block's end, its salt and images; of an adapter the hash has only name and
-path, so a digest of the adapter's files is added; a request waits for it.
+path, so a digest of the adapter's files is added; a request waits for it. A reset lets no KV of before be found: the
+store clears the engine's namespaces, and the engine uses others, with a random part, unless it has ``clear_shared``.
 
-Threads: one, vLLM's; the lookups of a store that does not answer are bounded (`StoreClient`).
+Threads: one, vLLM's; a reset waits a second for the store at most.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
+from llm_datadist.integrations.lookups import Lookups
 from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import start_instance
+from llm_datadist.integrations.vllm.offers import FIELD
 from llm_datadist.integrations.vllm.staging import Ring, staged_slots
+from llm_datadist.integrations.vllm.stats import LOST, StoreStats
 from llm_datadist.store import StoreClient, StoreOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
@@ -55,11 +62,16 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.datadist.store")
 
+_TELL: Final = 60.0  # seconds between lines of what was lost
 
-def client_of(config: VllmConfig, datadist: LLMDataDist, space: bytes) -> StoreClient:
-    """Return a client of the connector's store."""
+
+def client_of(config: VllmConfig, datadist: LLMDataDist, spaces: list[bytes], part: bytes, rank: int) -> StoreClient:
+    """Return a client of the connector's store for a rank; ``part`` is that of the last reset, which changes spaces."""
     option = config.kv_transfer_config.get_from_extra_config
-    return StoreClient(datadist, option("store", None), space, StoreOptions(**option("store_options", {})))
+    if part and not option("clear_shared", None):
+        spaces = [hashlib.sha256(space + part).digest() for space in spaces]
+    options = StoreOptions(**option("store_options", {}))
+    return StoreClient(datadist, option("store", None), spaces[rank], options, ranks=spaces)
 
 
 @dataclass
@@ -69,6 +81,7 @@ class StoreOrders(KVConnectorMetadata):
     # by request: ranks' hits, blocks, and slots if these are staged
     loads: dict[str, tuple[list[bytes], list[int], list[int]]] = field(default_factory=dict)
     save: tuple[int, list[bytes], list[int], list[int]] | None = None  # its number, keys, their blocks, and slots
+    part: bytes = b""  # random, of the last reset; loads and the save are of its namespaces
 
 
 @dataclass
@@ -78,10 +91,12 @@ class StoreTold(KVConnectorWorkerMetadata):
     namespaces: dict[int, bytes] = field(default_factory=dict)  # by tensor-parallel rank
     ended: Counter[int] = field(default_factory=Counter)  # by save: ranks on which it has ended
     unsaved: set[int] = field(default_factory=set)  # saves that the store did not take
+    counted: Counter[str] = field(default_factory=Counter)  # for statistics
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreTold:
         namespaces = self.namespaces | other.namespaces
-        return StoreTold(namespaces, self.ended + other.ended, self.unsaved | other.unsaved)
+        counted = self.counted + other.counted
+        return StoreTold(namespaces, self.ended + other.ended, self.unsaved | other.unsaved, counted)
 
 
 @dataclass
@@ -91,15 +106,26 @@ class _Asked:
     request: Request
     adapter: bytes | None  # digest; empty without one, None while it is not known
     may_load: bool  # no load of it has failed
-    first: int = 0  # of the blocks that ``hits`` are of
-    hits: list[Hit] = field(default_factory=list)  # by rank, held for the request's blocks
-    saved: int = 0  # of its first blocks, or loaded
+    elsewhere: bool  # its KV comes from a prefill server, if it comes
+    saved: int = 0  # of its first blocks, or loaded, or kept
+    full: int = 0  # of its first blocks, with KV after the last step
+
+
+class _Run(NamedTuple):
+    """Full blocks of a request, with a reference of ours."""
+
+    asked: _Asked
+    first: int
+    blocks: list[KVCacheBlock]
+
+
+def _size(runs: Iterable[_Run]) -> int:
+    return sum(len(run.blocks) for run in runs)
 
 
 @dataclass
 class _Save:
-    blocks: list[KVCacheBlock]  # referenced
-    events: list[BlockStored]
+    runs: list[_Run]
     ranks: int = 0  # on which it has ended
     failed: bool = False
 
@@ -114,27 +140,37 @@ class StoreScheduler:
         self._adapters = Adapters(vllm_config.lora_config)
         self._config = vllm_config
         self._datadist = start_instance(vllm_config, secrets.randbits(63), None, 0)
-        self.clients: list[StoreClient] = []  # by rank, once the workers have told their namespaces
+        options = StoreOptions(**vllm_config.kv_transfer_config.get_from_extra_config("store_options", {}))
+        self.lookups = Lookups(vllm_config.scheduler_config.max_num_seqs, options.lookup_ms, self._block_tokens)
+        self._spaces: list[bytes] = []  # by rank
+        self._part = b""  # of the last reset
         self._requests: dict[str, _Asked] = {}
         self._loading: dict[str, list[Hit]] = {}  # by request, until all ranks have reported
         self._saves: dict[int, _Save] = {}  # by number
+        self._kept: list[_Run] = []  # to be saved
         self._numbers = count()
         saving, loading, _ = staged_slots(vllm_config, kv_cache_config, [None])
         self._staged = loading.stop > 0
         self.save_slots, self.load_slots = Ring(saving), Ring(loading)
-        most = max(1, kv_cache_config.num_blocks // 4)  # blocks that are saved at once
-        self._most = min(most, len(saving)) if self._staged else most
+        self._low = kv_cache_config.num_blocks // 20
+        self._quarter = max(1, kv_cache_config.num_blocks // 4)
+        self._most = min(self._quarter, len(saving)) if self._staged else self._quarter  # that are saved at once
         self.pool: BlockPool  # vLLM's
         self._orders = StoreOrders()
         self._events: list[BlockStored] = []
+        self.stats = StoreStats()
+        self._lost: dict[str, float] = {}  # since the last line
+        self._tell_at = 0.0  # monotonic
 
     def needs_steps(self) -> bool:
-        """Return True until the namespaces are known, and while saves or loads run: a step releases their hits."""
-        return bool(self._saves or self._loading or not self.clients)
+        """Return True until the namespaces are known and all is saved, and while loads run: a step ends them."""
+        return bool(self._saves or self._loading or self._kept or not self._spaces)
 
     def on_new_request(self, request: Request) -> None:
         self._adapters.begin(lora := request.lora_request)
-        asked = _Asked(request, None if lora else b"", not request.skip_reading_prefix_cache)
+        params = request.kv_transfer_params or {}
+        elsewhere = bool(params.get("do_remote_prefill") or FIELD in params)
+        asked = _Asked(request, None if lora else b"", not request.skip_reading_prefix_cache, elsewhere)
         self._requests.setdefault(request.request_id, asked)
 
     def _find(self, request_id: str) -> _Asked | None:
@@ -146,7 +182,8 @@ class StoreScheduler:
             parts = self._adapters.parts(lora)
         except (OSError, ValueError) as error:
             logger.warning("the KV of request %s is not stored: %s", request_id, error)
-            self._release(self._requests.pop(request_id).hits)
+            del self._requests[request_id]
+            self.lookups.end(request_id)
             return None
         if asked.adapter is None:
             asked.adapter = hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=32).digest()
@@ -164,101 +201,118 @@ class StoreScheduler:
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """Return how many tokens of the store follow the computed ones; None to wait for what it takes to know."""
         asked = self._find(request.request_id)
-        if asked is None or not asked.may_load:
+        # vLLM computes the last token in any case.
+        first, end = num_computed // self._block_tokens, (request.num_tokens - 1) // self._block_tokens
+        if asked is None or not asked.may_load or asked.elsewhere or first >= end:
             return 0
-        if asked.adapter is None or not self.clients or (self.load_slots.closed and not asked.hits):
+        if asked.adapter is None or (self.load_slots.closed and request.request_id not in self.lookups.busy):
             return None
-        first = num_computed // self._block_tokens
-        if not asked.hits or asked.first != first:
-            self._release(asked.hits)
-            end = (request.num_tokens - 1) // self._block_tokens  # vLLM computes the last token in any case
-            asked.first, asked.hits = first, self._look_up(self._keys(asked, first, end))
-        if not asked.hits:
-            return 0
-        blocks = len(asked.hits[-1])
+        hits = self.lookups.find(request.request_id, first, partial(self._keys, asked, first, end))
+        if not hits:
+            return None if hits is None else 0
+        blocks = len(hits[0])
         if self._staged and not self.load_slots.take(request.request_id, [(first, first + blocks)]):
             return None
         return blocks * self._block_tokens
 
-    def _look_up(self, keys: list[bytes]) -> list[Hit]:
-        """Return a hit for each rank, none longer than the one before; none at all if a rank has no key."""
-        hits: list[Hit] = []
-        for client in self.clients if keys else ():
-            hits.append(client.lookup(keys))
-            keys = keys[: len(hits[-1])]
-        if not keys:
-            self._release(hits)
-        return hits
-
-    def _release(self, hits: list[Hit]) -> None:
-        for client, hit in zip(self.clients, hits, strict=False):
-            client.release(hit)
-        hits.clear()
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        asked = self._requests.get(request.request_id)
-        if asked is None or not asked.hits:
+        first, hits = self.lookups.take(request.request_id)
+        if (asked := self._requests.get(request.request_id)) is not None:
+            asked.elsewhere, asked.full = False, 0
+        if asked is None or not hits or not num_external:  # perhaps another connector loads
+            self.lookups.release(hits)
             return
-        if not num_external:  # another connector loads
-            self._release(asked.hits)
-            return
-        hits, asked.hits = asked.hits, []
-        asked.saved = asked.first + len(hits[-1])
-        numbers = blocks.get_block_ids()[0][asked.first : asked.saved]
+        asked.saved = first + len(hits[0])
+        numbers = blocks.get_block_ids()[0][first : asked.saved]
         slots = self.load_slots.held[request.request_id][0][1] if self._staged else []
         self._orders.loads[request.request_id] = [hit.to_bytes() for hit in hits], numbers, slots
         self._loading[request.request_id] = hits
 
-    def finished(self, request: Request, _: Sequence[list[int]]) -> tuple[bool, None]:
-        """Forget a request; a load that runs is reported later, and vLLM keeps its blocks until then."""
-        if (asked := self._requests.pop(request.request_id, None)) is not None:
-            self._release(asked.hits)
+    def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, None]:
+        """Forget a request, but for blocks that are to be saved; vLLM keeps those of a load until it is reported."""
+        self.lookups.end(request.request_id)
+        asked = self._requests.pop(request.request_id, None)
+        if asked is not None:
+            numbers = block_ids[0][asked.saved : asked.full]
+            if kept := numbers[: self._quarter - _size(self._kept)]:
+                self._kept.append(self._hold(asked, kept))
+            self._count(lost_crowded_blocks=len(numbers) - len(kept))
         return False, None
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
     def take_orders(self, step: SchedulerOutput) -> StoreOrders:
-        """Return the orders of a step; they save the blocks that it completes."""
-        wanted: dict[bytes, int] = {}  # block of each key
-        events: list[BlockStored] = []
-        room = self._most - sum(len(each.blocks) for each in self._saves.values())
-        state = step.kv_connector_block_state
-        for request_id, tokens in step.num_scheduled_tokens.items() if self.clients and state else ():
-            if (asked := self._find(request_id)) is None or asked.adapter is None:
-                continue
-            # Tokens that a step guesses have no hash yet.
-            request, first = asked.request, asked.saved
-            full = min((request.num_computed_tokens + tokens) // self._block_tokens, len(request.block_hashes))
-            end = min(full, first + room - len(wanted))
-            if end > first:
-                blocks = state.resolve_block_ids(request_id)[0][first:end]
-                wanted |= zip(self._keys(asked, first, end), blocks, strict=True)
-                asked.saved = end
-                if self._tells:
-                    events.append(self._event(request, first, end))
+        """Return the orders of a step; they save the blocks that it completes, and those that are kept."""
         self.load_slots.closed = False
         for request_id in self.load_slots.held.keys() - self._loading.keys():
             self.load_slots.free(request_id)  # it got no blocks: who waits for them must keep no slots
         orders, self._orders = self._orders, StoreOrders()
-        if wanted:
-            number, held = next(self._numbers), [self.pool.blocks[each] for each in wanted.values()]
-            self.pool.touch(held)
-            self._saves[number] = _Save(held, events)
+        orders.part = self._part
+        self.lookups.sweep()
+        self._sum_up()
+        if self.pool.get_num_free_blocks() < self._low:
+            self._count(lost_needed_blocks=_size(self._kept))
+            self._free(self._kept)
+        if self._spaces and (runs := self._choose(step)):
+            wanted: dict[bytes, int] = {}  # block of each key
+            for run in runs:
+                keys = self._keys(run.asked, run.first, run.first + len(run.blocks))
+                wanted |= zip(keys, (each.block_id for each in run.blocks), strict=True)
+            number = next(self._numbers)
+            self._saves[number] = _Save(runs)
             slots = self.save_slots.take(str(number), [(0, len(wanted))])[0][1] if self._staged else []
             orders.save = number, list(wanted), list(wanted.values()), slots
         return orders
 
-    def _event(self, request: Request, first: int, end: int) -> BlockStored:
+    def _choose(self, step: SchedulerOutput) -> list[_Run]:
+        """Return what there is room for, first of what is kept."""
+        room = self._most - sum(_size(each.runs) for each in self._saves.values())
+        runs: list[_Run] = []
+        while room and self._kept:
+            run = self._kept.pop(0)
+            if rest := run.blocks[room:]:
+                self._kept.insert(0, _Run(run.asked, run.first + room, rest))
+            runs.append(run._replace(blocks=run.blocks[:room]))
+            room -= len(runs[-1].blocks)
+        state = step.kv_connector_block_state
+        for request_id, tokens in step.num_scheduled_tokens.items() if state else ():
+            if (asked := self._find(request_id)) is None or asked.adapter is None:
+                continue
+            # Tokens that a step guesses have no hash yet.
+            full = (asked.request.num_computed_tokens + tokens) // self._block_tokens
+            asked.full = min(full, len(asked.request.block_hashes))
+            if numbers := state.resolve_block_ids(request_id)[0][asked.saved : asked.full][:room]:
+                runs.append(self._hold(asked, numbers))
+                room -= len(numbers)
+        return runs
+
+    def _hold(self, asked: _Asked, numbers: list[int]) -> _Run:
+        """Return the next blocks of a request, with a reference of ours."""
+        run = _Run(asked, asked.saved, [self.pool.blocks[each] for each in numbers])
+        self.pool.touch(run.blocks)
+        asked.saved += len(numbers)
+        return run
+
+    def _free(self, runs: list[_Run]) -> None:
+        self.pool.free_blocks([block for run in runs for block in reversed(run.blocks)])
+        runs.clear()
+
+    def _event(self, run: _Run) -> BlockStored:
+        request, first, end = run.asked.request, run.first, run.first + len(run.blocks)
         hashes = [maybe_convert_block_hash(each) for each in request.block_hashes[max(0, first - 1) : end]]
-        lora = request.lora_request
+        lora, size, extra, image = request.lora_request, self._block_tokens, list[Any](), 0
+        for begin in range(first * size, end * size, size):
+            keys, image = generate_block_hash_extra_keys(request, begin, begin + size, image)
+            extra.append(keys)
         return BlockStored(
             block_hashes=hashes[1 if first else 0 :],
             parent_block_hash=hashes[0] if first else None,
-            token_ids=list(request.all_token_ids[first * self._block_tokens : end * self._block_tokens]),
-            block_size=self._block_tokens,
+            token_ids=list(request.all_token_ids[first * size : end * size]),
+            block_size=size,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM_CPU,
             lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys(extra),
         )
 
     def take_events(self) -> list[BlockStored]:
@@ -272,32 +326,68 @@ class StoreScheduler:
         """Release what the workers have done with."""
         told = output.kv_connector_worker_meta
         if isinstance(told, StoreTold):
-            for _, space in sorted(told.namespaces.items()):
-                self.clients.append(client_of(self._config, self._datadist, space))
+            if told.namespaces:
+                self._spaces = [space for _, space in sorted(told.namespaces.items())]
+                self.lookups.use(client_of(self._config, self._datadist, self._spaces, self._part, 0))
+            self._count(**told.counted)
             for number, ranks in told.ended.items():
                 self._end_save(number, ranks, failed=number in told.unsaved)
         for request_id in output.finished_recving or ():
             if (hits := self._loading.pop(request_id, None)) is not None:
-                self._release(hits)
+                self.lookups.release(hits)
                 self.load_slots.free(request_id)
                 asked = self._requests.get(request_id)
-                if asked is not None and request_id in output.failed_recving:
+                failed = request_id in output.failed_recving
+                self._count(failed_loads=failed, loaded_tokens=0 if failed else len(hits[0]) * self._block_tokens)
+                if asked is not None and failed:
                     asked.may_load, asked.saved = False, 0
 
     def _end_save(self, number: int, ranks: int, *, failed: bool) -> None:
         save = self._saves[number]
         save.ranks += ranks
         save.failed |= failed
-        if save.ranks == len(self.clients):
-            del self._saves[number]
-            self.save_slots.free(str(number))
-            self.pool.free_blocks(reversed(save.blocks))
-            if not save.failed:
-                self._events += save.events
+        if save.ranks < len(self._spaces):
+            return
+        del self._saves[number]
+        self.save_slots.free(str(number))
+        if not save.failed:
+            self._count(saved_blocks=_size(save.runs))
+            self._events += map(self._event, save.runs if self._tells else ())
+        self._free(save.runs)
+
+    def reset(self) -> bool:
+        """Let no KV of before be found again; return False without the store's answer, or if transfers run.
+
+        Requests of before are neither looked up nor saved any more: they may have KV of before.
+        """
+        self._free(self._kept)
+        self._requests.clear()
+        self._part = secrets.token_bytes(16)
+        if self.lookups.client is None:
+            return False
+        cleared = self.lookups.client.clear()
+        self.lookups.use(client_of(self._config, self._datadist, self._spaces, self._part, 0))
+        return cleared and not self._saves and not self._loading
+
+    # --- what is counted ----------------------------------------------------------------------------------------------
+
+    def _count(self, **counted: float) -> None:
+        for name, number in counted.items():
+            self.stats.add(name, number)
+            if number and name in LOST:
+                self._lost[name] = self._lost.get(name, 0) + number
+
+    def _sum_up(self) -> None:
+        """Count what the lookups have counted; at most once a minute, log what was lost."""
+        while self.lookups.counted:
+            self._count(**dict([self.lookups.counted.popleft()]))
+        if self._lost and time.monotonic() >= self._tell_at:
+            said = ", ".join(f"{name}={number}" for name, number in sorted(self._lost.items()))
+            logger.warning("lost since the last such line: %s", said)
+            self._tell_at, self._lost = time.monotonic() + _TELL, {}
 
     def stop(self) -> None:
-        """End all lookups, then the LLMDataDist. Idempotent."""
+        """End the LLMDataDist, then all lookups. Idempotent."""
         self._adapters.stop()
-        for client in self.clients:
-            client.close()
         self._datadist.finalize()
+        self.lookups.stop()
