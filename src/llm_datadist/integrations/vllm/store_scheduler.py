@@ -362,12 +362,13 @@ class StoreScheduler:
         """
         self._free(self._kept)
         self._requests.clear()
-        self._part = secrets.token_bytes(16)
-        if self.lookups.client is None:
-            return False
-        cleared = self.lookups.client.clear()
-        self.lookups.use(client_of(self._config, self._datadist, self._spaces, self._part, 0))
-        return cleared and not self._saves and not self._loading
+        client = self.lookups.client
+        cleared = client is not None and client.clear() and not self._saves and not self._loading
+        if not (self._part and cleared):  # what is empty, and this engine's own, is used again: a store has few
+            self._part = secrets.token_bytes(16)
+        if client is not None:
+            self.lookups.use(client_of(self._config, self._datadist, self._spaces, self._part, 0))
+        return cleared
 
     # --- what is counted ----------------------------------------------------------------------------------------------
 
