@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from faults.gates import Gate, watched
@@ -57,9 +58,9 @@ class WatchedServer(StoreServer):
                 if found:
                     slot = chance.choice(found)
                     published = space.slots.keys()
-                    self._write(
-                        "flip", space.name[1], [key for key in published if space.slots.run([key]).tolist() == [slot]]
-                    )
+                    at = [space.slots.run(msgspec.msgpack.encode([key])).tolist() for key in published]
+                    flipped = [key for key, slots in zip(published, at, strict=True) if slots == [slot]]
+                    self._write("flip", space.name[1], flipped)
                     block = chance.choice(views)[slot]
                     block[chance.randrange(block.size)] ^= 1 << chance.randrange(8)
                     return True

@@ -120,19 +120,19 @@ def test_a_reader_holds_half_of_the_slots_however_often_it_asks_for_the_same() -
 
 
 def test_a_lookup_of_thousands_of_keys_is_one_hit_of_several_grants() -> None:
-    keys = keys_of(*range(2600))
+    keys = keys_of(*range(6000))
     with family_of() as family:
-        store = family.store(1, space=ROOM)
-        spec = Spec(tensors=1, rows=2600, stride=64, blocks=True)
+        store = family.store(1, space=16 << 20)
+        spec = Spec(tensors=1, rows=6000, stride=64, blocks=True)
         saver, reader = family.engine(store, spec=spec), family.engine(store, spec=spec)
-        assert saver.do(save_small, keys) == 2600
-        assert reader.do(e.look_up, keys) == 2600
-        assert store.do(active_grants) == 3
-        reader.do(loads_what_was_saved, saver.do(contents), 2500)
+        assert saver.do(save_small, keys) == 6000
+        assert reader.do(e.look_up, keys) == 6000
+        assert store.do(active_grants) == 2
+        reader.do(loads_what_was_saved, saver.do(contents), 5500)
         wait_until(lambda: e.idle(store))
-        assert reader.do(e.look_up, [*keys[:1500], *keys_of(9999), *keys[1500:]]) == 1500
+        assert reader.do(e.look_up, [*keys[:5000], *keys_of(9999), *keys[5000:]]) == 5000
         saver.do(e.take_hit, reader.do(e.hit_bytes))
-        saver.do(loads_what_was_saved, saver.do(contents), 1500)  # a copy
+        saver.do(loads_what_was_saved, saver.do(contents), 5000)  # a copy
         assert store.do(active_grants) == 2
         reader.do(e.release)
         wait_until(lambda: e.idle(store))
@@ -147,7 +147,7 @@ def contents(world: World) -> Any:
 def loads_what_was_saved(world: World, saved: Any, count: int) -> None:
     """Load the hit into the last blocks in reverse; every byte is right, also of the other blocks."""
     before = contents(world)
-    blocks = list(range(2599, 2599 - count, -1))
+    blocks = list(range(5999, 5999 - count, -1))
     e.load(world, blocks)
     for was, now, right in zip(before, contents(world), saved, strict=True):
         was[blocks] = right[:count]
@@ -235,7 +235,8 @@ def test_a_slot_with_the_longest_key_takes_no_more_memory_than_is_counted() -> N
             filling = slots.fill([b"%064d" % n for n in range(first, first + 512)])
             slots.publish(filling.slots, np.zeros((512, 2), np.uint64))
             del filling
-        assert (tracemalloc.get_traced_memory()[0] - before) / count <= SLOT_BYTES
+        table = 65 + 4 + 16  # bytes of the native table: a key, the next of its chain, at most four firsts
+        assert (tracemalloc.get_traced_memory()[0] - before) / count + table <= SLOT_BYTES
         before = tracemalloc.get_traced_memory()[0]
         log = EventLog(2 * count)
         for n in range(4 * count):

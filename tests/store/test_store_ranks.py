@@ -106,15 +106,16 @@ def test_the_shortest_run_of_all_ranks_counts_and_a_rank_without_a_key_is_a_miss
 
 
 def test_a_run_longer_than_one_question_is_asked_on_for_all_ranks() -> None:
-    names, keys = EIGHT[:4], keys_of(*range(900))
-    assert len(names) * len(keys) > 3 * MAX_LOOKUP_KEYS
+    names, keys = EIGHT[:4], keys_of(*range(2100))
+    assert len(names) * len(keys) > 2 * MAX_LOOKUP_KEYS
+    spec = Spec(tensors=1, rows=2100, stride=64, blocks=True)
     with family_of() as family:
         store = family.store(1, space=16 << 20)
-        ends = [family.engine(store, name, SMALL, ranks=names) for name in names]
-        for end, count in zip(ends, (900, 900, 700, 900), strict=True):
+        ends = [family.engine(store, name, spec, ranks=names) for name in names]
+        for end, count in zip(ends, (2100, 2100, 1900, 2100), strict=True):
             assert end.do(save_small, keys[:count]) == count
-        assert ends[0].do(look_up_ranks, keys) == [700] * 4
-        assert ends[0].do(grants) == [3] * 4
+        assert ends[0].do(look_up_ranks, keys) == [1900] * 4
+        assert ends[0].do(grants) == [2] * 4
         ends[0].do(release_all)
         wait_until(lambda: e.idle(store))
         assert ends[0].do(look_up_ranks, keys[:64]) == [64] * 4

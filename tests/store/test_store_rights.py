@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -70,7 +71,7 @@ def place(world: World, tenant: str) -> Place:
     server: StoreServer = world.memory["server"]
     space = server._spaces[tenant, e.NS]  # noqa: SLF001 (of this test's store)
     guard = life_of(server.datadist).require_engine("test").store.registry.lookup(space.cache.cache_id).guard
-    slot = int(space.slots.run([MINE])[0])
+    slot = int(space.slots.run(msgspec.msgpack.encode([MINE]))[0])
     return space.cache.cache_id, slot, (guard.slot, guard.generation), bytes.fromhex(server.datadist.incarnation)
 
 
@@ -91,7 +92,9 @@ def corrupt(world: World, tenant: str) -> None:
     """Flip a bit of the victim's slot in the store."""
     server: StoreServer = world.memory["server"]
     space = server._spaces[tenant, e.NS]  # noqa: SLF001 (of this test's store)
-    tensor_views(space.cache)[0][int(space.slots.run([MINE])[0])].reshape(-1).view(np.uint8)[0] ^= 1
+    tensor_views(space.cache)[0][int(space.slots.run(msgspec.msgpack.encode([MINE]))[0])].reshape(-1).view(np.uint8)[
+        0
+    ] ^= 1
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def grant() -> Grant:
 
 def whole() -> Hit:
     slots, digests = np.array([2, 1], "<i8").tobytes(), np.arange(4, dtype="<u8").tobytes()
-    found = Found(grant().to_bytes(), slots, digests, b"k" * 16, BlockShape(2, 1, [4, 8]))
+    found = Found(3, (4, 5), slots, digests, b"k" * 16, BlockShape(2, 1, [4, 8]), (7, b"i" * 16, b"t" * 16))
     return Hit(b"n" * 32, [found], held=True)
 
 
@@ -92,7 +92,7 @@ def test_a_hit_survives_the_way_to_another_process_and_is_released_by_one() -> N
         {"slots": b"1234567"},
         {"slots": b"12345678"},
         {"slots": b"12345678", "digests": bytes(16)},
-        {"grant": grant().to_bytes()},
+        {"owner": (7, b"i" * 16, b"t" * 16)},
     )
     for parts in incomplete:
         with pytest.raises(ParamError, match="hit:"):

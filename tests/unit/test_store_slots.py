@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -75,7 +76,7 @@ class SlotsMachine(RuleBasedStateMachine):
                 break
             run.append(found[key])
             self.sieve.visited.add(key)
-        assert self.slots.run(keys).tolist() == run
+        assert self.slots.run(msgspec.msgpack.encode(keys)).tolist() == run
         if run:
             np.testing.assert_array_equal(self.slots.digests(run)[:, 0], [self.held[slot][1] for slot in run])
             assert self.slots.begin_read(run).tolist() == sorted(set(run))
@@ -199,7 +200,7 @@ def test_the_hand_visits_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPat
     slots = Slots(8)
     keys = [bytes([n]) for n in range(8)]
     slots.publish(slots.fill(keys).slots, np.zeros((8, 2), np.uint64))
-    slots.begin_read(slots.run(keys[:4]))
+    slots.begin_read(slots.run(msgspec.msgpack.encode(keys[:4])))
     assert slots.fill([b"new"]) == ([], [], [], 1)
     assert slots.fill([b"new"]).evicted == keys[4:5], "the next call goes on where the last one ended"
     slots.check_integrity()

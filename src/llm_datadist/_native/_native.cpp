@@ -18,6 +18,7 @@
 #include "fd.hpp"
 #include "gil.hpp"
 #include "guards.hpp"
+#include "keys_python.hpp"
 #include "mapped.hpp"
 #include "plan_python.hpp"
 #include "pool.hpp"
@@ -168,6 +169,7 @@ NB_MODULE(_native, m) {
         .def("close", &CopyPool::close, nb::call_guard<GilReleased>())
         .def("__repr__", &py_repr);
 
+    bind_keys(m);
     bind_lanes(m);
     bind_writers(m);
     bind_digest(m);

@@ -583,3 +583,17 @@ class BriefPoll:
 
 def listen_for_input(epoll: int, fd: int, listens: bool) -> None:
     """Set whether an epoll reports input of its descriptor. Keeps the GIL."""
+
+def count_keys(keys: bytes, /) -> int:
+    """Return the length of a MessagePack array of keys. ParamError: it is none."""
+
+@final
+class KeyTable:
+    """Slots by key. Threads: one at a time."""
+
+    def __init__(self, slots: int, /) -> None: ...
+    def __setitem__(self, key: bytes, slot: int, /) -> None: ...
+    def __delitem__(self, key: bytes, /) -> None: ...
+    def get(self, key: bytes, /) -> int | None: ...
+    def run(self, keys: bytes, states: NDArray[np.uint8], state: int, marks: NDArray[np.uint8], /) -> NDArray[np.int64]:
+        """Return the slots of the leading keys whose states, by slot, are ``state``; set their marks."""

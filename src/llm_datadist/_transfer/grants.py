@@ -28,7 +28,7 @@ from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_callable, check_rule, check_type, check_uint64, require_intact
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._log import logger
-from llm_datadist._native import LentBlocks, parse_indices
+from llm_datadist._native import LentBlocks, parse_blocks
 from llm_datadist._native.signals import put_off
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import (
@@ -145,7 +145,7 @@ class Grants:
         """Return a grant for ``blocks``, claimed by ``peer`` if given. Errors as :meth:`Cache.grant`."""
         with self._lock:
             self._require_open()
-        numbers = parse_indices("blocks", blocks)
+        numbers = parse_blocks("blocks", blocks)
         if on_end is not None:
             check_callable("on_end", on_end)
         check_rule(len(numbers) > 0, "blocks: empty, a grant is for one block at least")
@@ -157,15 +157,15 @@ class Grants:
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
-            for block in (int(numbers.min()), int(numbers.max())):
-                check_rule(0 <= block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
+            block = numbers.largest
+            check_rule(block < rows, f"blocks: block {block} is outside [0, {rows}) of cache {cache_id}")
             if link is not None:
                 self._policy.require(link, "pull")
                 self._policy.require_sight(link, entry)
             guard = self._store.exports.guards.allocate()
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
             try:
-                grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers, self)
+                grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.array, self)
             except BaseException:
                 self._store.exports.guards.release(guard.slot)
                 raise

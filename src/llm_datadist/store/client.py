@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
+from msgspec.structs import replace
 
 from llm_datadist._checks import check_int32, check_list, check_rule, check_timeout, check_type, check_uint64
 from llm_datadist._deadline import Deadline
@@ -20,7 +21,7 @@ from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import parse_indices
 from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
 from llm_datadist.config import parse_listen_ip_info
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist.datadist import LLMDataDist, life_of
 from llm_datadist.errors import (
     CacheMismatch,
     CacheNotFound,
@@ -63,6 +64,7 @@ _LOOK_PAUSE: Final = 1.0  # seconds between looks at the link
 _DAY: Final = 86_400  # seconds
 _LATE_IN_A_ROW: Final = 5  # one late answer is of a busy machine
 _SUSPECT_MS: Final = 1000
+_SIZES: Final = frozenset(range(1, messages.MAX_KEY + 1))  # of keys
 _MISSES: Final = ("absent", "late", "gone", "busy")
 _REFUSED: Final = ("busy", "gone", "late", "failed", "cleared")
 
@@ -203,7 +205,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         hits = [Hit(name) for name in namespaces]
         try:
             for begin in range(0, len(checked), step):
-                hits, why = self._longer(hits, list(checked[begin : begin + step]), deadline)
+                hits, why = self._longer(hits, checked[begin : begin + step], deadline)
                 if why:
                     break
             self._count("hits" if len(hits[0]) else f"miss {why}".replace("failed", "gone"), lookups=1)
@@ -223,15 +225,12 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             self._require_own("lookup")  # after the answer: it came over that link
             if not run.found:
                 return hits, "absent"
-            longer = [hit.longer(found) for hit, found in zip(hits, run.found, strict=False)]
-            counts = [hit.counts[-1] for hit in longer]
-            right = len(run.found) == len(hits) and len(set(counts)) == 1 and counts[0] <= len(keys)
+            counts = [len(found.slots) // 8 for found in run.found]
+            right = len(counts) == len(hits) and len(set(counts)) == 1 and counts[0] <= len(keys)
             check_rule(right, f"{self._what} found {counts} of {len(keys)} keys in {len(hits)} namespaces")
-            for hit, token in zip(longer, tokens, strict=True):
-                grant = hit.grants[-1]
-                own = self._options.store_id, self._store, token
-                right = (grant.cluster_id, grant.incarnation.hex(), grant.token) == own
-                check_rule(right, f"{self._what} answered with {grant!r}, which is not its own, or not for this lookup")
+            own = self._options.store_id, bytes.fromhex(self._store)
+            owned = [replace(found, owner=(*own, token)) for found, token in zip(run.found, tokens, strict=True)]
+            longer = [hit.longer(found) for hit, found in zip(hits, owned, strict=True)]
         except BaseException as error:
             # The answer may be on its way, or be none of a sound store.
             for token in tokens:
@@ -302,7 +301,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         found = self._manager.digest_blocks(cache, indices, hit.nonce)
         wrong = np.flatnonzero((found != hit.digests[: len(found)]).any(axis=1))
         if wrong.size:
-            suspects = hit.slots[wrong[: messages.MAX_LOOKUP_KEYS]].tolist()
+            suspects = hit.slots[wrong[: messages.MAX_SAVE_KEYS]].tolist()
             with suppress(LLMException):
                 self._ask(messages.SUSPECT, messages.Suspect(self._namespace, suspects).encode(), _SUSPECT_MS)
             raise ChecksumMismatch(
@@ -355,7 +354,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             if why := self._skipped("save"):
                 break
             try:
-                saved = self._save(list(checked[part]), shape, cache, indices[part], generation)
+                saved = self._save(checked[part], shape, cache, indices[part], generation)
             except LLMException as error:
                 if isinstance(error, (ParamError, CacheNotFound, StateError)):
                     raise
@@ -563,15 +562,15 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     def _found(self) -> str:
         """Return the incarnation of the process that answered at the store's address, while it is linked."""
         try:
-            link = self._datadist.explain(self._options.store_id)
+            link = life_of(self._datadist).require_engine("lookup").links.get(self._options.store_id)
         except NotLinked:
             return ""
-        if link.dialled == self._address:
-            return link.peer_incarnation
+        if (dialled := link.origin.shown) == self._address:
+            return link.peer.incarnation.hex()
         self._warn(
-            f"its cluster id is of another link: pid {link.peer_pid} on {link.peer_host}, {link.dialled or 'by itself'}"
+            f"its cluster id is of another link: pid {link.peer.pid} on {link.peer.host}, {dialled or 'by itself'}"
         )
-        if not link.dialled and threading.current_thread() is self._dialler:
+        if not dialled and threading.current_thread() is self._dialler:
             # A process that links under the store's id costs its own link only.
             self._datadist.unlink_clusters([self._cluster], _DIAL_MS, force=True)
         return ""
@@ -597,12 +596,12 @@ def shape_of(cache: Cache) -> BlockShape:
     return BlockShape(desc.num_tensors, desc.data_type.value, list(desc.shape[1:]))
 
 
-def _check_keys(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
-    checked = check_list("keys", keys, bytes)
-    for i, key in enumerate(checked):
-        if not 1 <= len(key) <= messages.MAX_KEY:
-            raise ParamError(f"keys[{i}]: {len(key)} bytes, 1 to {messages.MAX_KEY} are needed")
-    return checked
+def _check_keys(keys: Sequence[bytes]) -> list[bytes]:
+    checked = check_type("keys", keys, (list, tuple))
+    if not ({*map(type, checked)} <= {bytes} and _SIZES.issuperset(map(len, checked))):
+        for i, size in enumerate(map(len, check_list("keys", keys, bytes))):
+            check_rule(size in _SIZES, f"keys[{i}]: {size} bytes, 1 to {messages.MAX_KEY} are needed")
+    return list(checked)
 
 
 def cluster_of(store_id: int, address: str) -> LLMClusterInfo:

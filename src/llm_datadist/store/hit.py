@@ -24,7 +24,7 @@ class Hit:
 
     Attributes:
         namespace: The client's namespace.
-        grants: Permissions to pull the slots, one for each 1,024 keys; empty for a miss.
+        grants: Permissions to pull the slots, one for each 4,096 keys; empty for a miss.
         counts: Number of keys of each grant.
         slots: Slot of each key, shape ``(n,)``.
         digests: Digest of each slot, shape ``(n, 2)``.
@@ -38,7 +38,7 @@ class Hit:
         for found in parts:
             keys = len(found.slots) // 8
             sizes = len(found.slots), len(found.digests), len(found.nonce)
-            whole = keys and sizes == (8 * keys, 16 * keys, 16) and found.grant and found.shape
+            whole = keys and sizes == (8 * keys, 16 * keys, 16) and found.owner and found.shape
             check_rule(whole, f"hit: {sizes[0]} bytes of slots, {sizes[1]} of digests do not fit, or a part is missing")
         first = parts[0] if parts else NOTHING
         alike = all((found.nonce, found.shape) == (first.nonce, first.shape) for found in parts)
@@ -46,9 +46,10 @@ class Hit:
         self._parts = list(parts)
         self._held = HERE["pid"] if held else None  # by this process, until released
         self.namespace = namespace
-        self.grants = tuple(Grant.from_bytes(found.grant) for found in parts)
         self.counts = tuple(len(found.slots) // 8 for found in parts)
         self.slots: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(b"".join(each.slots for each in parts), "<i8")
+        check_rule((self.slots >= 0).all(), "hit: a slot below 0")
+        self.grants = tuple(map(_grant, parts))
         digests = np.frombuffer(b"".join(each.digests for each in parts), "<u8").reshape(-1, 2)
         self.digests: np.ndarray[Any, np.dtype[np.uint64]] = digests
         self.nonce, self.shape = first.nonce, first.shape
@@ -83,3 +84,8 @@ class Hit:
 
     def __repr__(self) -> str:
         return f"<Hit of {len(self)} keys in {shown(self.namespace)}: {list(self.grants)}>"
+
+
+def _grant(found: Found) -> Grant:
+    store, incarnation, token = found.owner or (0, b"", b"")
+    return Grant(store, incarnation, found.cache_id, found.guard, token, np.frombuffer(found.slots, "<i8"))

@@ -18,7 +18,7 @@ EVENTS: Final = "llm_datadist.store events"
 CLEAR: Final = "llm_datadist.store clear"
 #: Keys of one question, for a lookup in all its namespaces together, and bytes of one key. The store answers within a
 #: millisecond of its control thread.
-MAX_LOOKUP_KEYS: Final = 1024
+MAX_LOOKUP_KEYS: Final = 4096
 MAX_RANKS: Final = 16
 MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
@@ -32,6 +32,7 @@ Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Id = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -64,17 +65,27 @@ class Lookup(Body, frozen=True):
     tokens: Annotated[list[Token], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class Found(Body, frozen=True):
-    """Run in one namespace: slots (int64) and digests (two uint64 each), little-endian, in the order of the keys."""
+class RawLookup(Body, frozen=True):
+    """:class:`Lookup` whose keys are read natively, without an object of each."""
 
-    grant: bytes
+    namespaces: Ranks
+    keys: msgspec.Raw
+    tokens: Annotated[list[Token], msgspec.Meta(max_length=MAX_RANKS)]
+
+
+class Found(Body, frozen=True):
+    """Run in one namespace: slots (int64) and digests (two uint64 each), little-endian; the asker adds ``owner``."""
+
+    cache_id: Id
+    guard: tuple[Id, Id]
     slots: bytes
     digests: bytes
     nonce: bytes
     shape: BlockShape | None
+    owner: tuple[int, Token, Token] | None = None  # store, its incarnation, token of the grant
 
 
-NOTHING: Final = Found(b"", b"", b"", b"", None)
+NOTHING: Final = Found(1, (1, 1), b"", b"", b"", None)
 
 
 class Run(Body, frozen=True):
@@ -125,7 +136,7 @@ class Suspect(Body, frozen=True):
     """Question to digest slots again, whose bytes a reader found wrong."""
 
     namespace: Namespace
-    slots: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_LOOKUP_KEYS)]
+    slots: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
 
 
 class EventsAfter(Body, frozen=True):
@@ -177,7 +188,7 @@ NO_EVENTS: Final = Events(b"", 1, 0, True, [])
 B = TypeVar("B", bound=Body)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_KINDS: Final = (Lookup, Run, HitCopy, Save, Clear, Done, Suspect, EventsAfter, Events)
+_KINDS: Final = (Lookup, RawLookup, Run, HitCopy, Save, Clear, Done, Suspect, EventsAfter, Events)
 _decoders: Final[dict[type[Any], msgspec.msgpack.Decoder[Any]]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS
 }

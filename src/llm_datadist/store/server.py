@@ -20,6 +20,7 @@ import numpy as np
 from llm_datadist._checks import check_int, check_rule, check_type, require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
+from llm_datadist._native import count_keys
 from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
 from llm_datadist.config import PEER_POLICY
 from llm_datadist.datadist import LLMDataDist, tear_down
@@ -78,6 +79,7 @@ class _Space:
         self.log = EventLog(max(_FEW_KEYS, _LOGGED * count))
         self.loads = 0  # hits that were not released
         self.lent: dict[Reader, Readers] = {}  # while it has slots
+        self._spare: list[Readers] = []  # without readers, at most one: a large table takes longer than a lookup
         self.counts: Counter[str] = Counter()  # fields of NamespaceStatistics
 
     def __str__(self) -> str:
@@ -101,7 +103,7 @@ class _Space:
         read = self.slots.begin_read(slots)
         cost = self.cost(reader, read)
         if reader not in self.lent:
-            self.lent[reader] = Readers(self.slots.count, np.uint16)  # a reader has at most 4,096 hits
+            self.lent[reader] = self._spare.pop() if self._spare else Readers(self.slots.count, np.uint16)
         self.lent[reader].begin(read)
         self.loads += 1
         return read, cost
@@ -111,7 +113,7 @@ class _Space:
         self.slots.end_read(read)
         self.lent[reader].end(read)
         if not self.lent[reader].slots:
-            del self.lent[reader]
+            self._spare = [self.lent.pop(reader)]
         self.loads -= 1
 
 
@@ -215,20 +217,20 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 
     def _on_lookup(self, question: PeerQuestion) -> bytes:
-        asked = _body(messages.Lookup, question, "pull")
-        count = self._require_room_of(asked.namespaces)
-        right = not asked.keys or len(set(asked.namespaces)) == len(asked.tokens) == count
-        check_rule(right and count * len(asked.keys) <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
+        asked = _body(messages.RawLookup, question, "pull")
+        count, keys = self._require_room_of(asked.namespaces), count_keys(packed := bytes(asked.keys))
+        right = not keys or len(set(asked.namespaces)) == len(asked.tokens) == count
+        check_rule(right and count * keys <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
         reader, names = (question.cluster_id, question.incarnation), [(question.tenant, n) for n in asked.namespaces]
         with self._lock:
             generations = [self._generation(name) for name in names]
-            lent = self._lend([self._spaces.get(name) for name in names], reader, asked.keys) if asked.keys else []
+            lent = self._lend([self._spaces.get(name) for name in names], reader, packed, keys) if keys else []
         found: list[messages.Found] = []
         try:
             for (space, slots, read, digests), token in zip(lent, asked.tokens, strict=bool(lent)):
                 end = partial(self._end_load, space, reader)
-                grant = space.cache.grant(read, None, token=token, peer=question.cluster_id, on_end=end).to_bytes()
-                found.append(messages.Found(grant, slots, digests, space.nonce, space.shape))
+                grant = space.cache.grant(read, None, token=token, peer=question.cluster_id, on_end=end)
+                found.append(messages.Found(grant.cache_id, grant.guard, slots, digests, space.nonce, space.shape))
         except BaseException:  # the client releases what it was given
             for space, _, read, _ in lent[len(found) :]:
                 self._take_back(space, reader, read)
@@ -236,14 +238,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         return messages.Run(found, generations).encode()
 
     def _lend(
-        self, spaces: list[_Space | None], reader: Reader, keys: list[bytes]
+        self, spaces: list[_Space | None], reader: Reader, keys: bytes, asked: int
     ) -> list[tuple[_Space, bytes, Numbers, bytes]]:
         """Under the lock: count a hit of the leading run that all have; return slots and digests of each."""
         now, there, runs = time.monotonic(), [space for space in spaces if space is not None], []
         for space in there:
             runs.append(space.slots.run(keys))
             self._used[space.ranks] = now
-            space.counts.update(lookups=1, asked=len(keys), found=len(runs[-1]))
+            space.counts.update(lookups=1, asked=asked, found=len(runs[-1]))
         count = min(map(len, runs)) if len(there) == len(spaces) else 0
         if not count:
             return []
@@ -252,8 +254,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         for space, run in zip(there, runs, strict=True):
             read, cost = space.lend(reader, run[:count])
             self._count(reader, cost)
-            digests = space.slots.digests(run[:count]).astype("<u8").tobytes()
-            lent.append((space, run[:count].astype("<i8").tobytes(), read, digests))
+            digests = space.slots.digests(run[:count]).astype("<u8", copy=False).tobytes()
+            lent.append((space, run[:count].astype("<i8", copy=False).tobytes(), read, digests))
         return lent
 
     def _room_for(self, spaces: list[_Space], reader: Reader, runs: list[Numbers]) -> int:
@@ -529,7 +531,7 @@ def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
     """Return a question's body. Raises ParamError if the policy does not give the peer that right."""
     who = f"cluster {question.cluster_id}"
     body = decode(kind, question.body, who)
-    opens = isinstance(body, messages.Lookup) and not body.keys  # who may only save does it, too
+    opens = isinstance(body, messages.RawLookup) and not count_keys(bytes(body.keys))  # who may only save does it, too
     allowed = question.may(right) or (opens and question.may("push"))
     check_rule(allowed, f"{PEER_POLICY} of the store does not allow {who} to {right}")
     return body

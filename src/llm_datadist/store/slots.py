@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from llm_datadist._checks import require_intact
+from llm_datadist._native import KeyTable
 from llm_datadist.errors import StateError
 from llm_datadist.types.grant import ascending
 
@@ -51,6 +52,7 @@ class SlotEvent(IntEnum):
 
 
 _S, _E = SlotState, SlotEvent
+_PUBLISHED, _DROPPED = int(_S.PUBLISHED), int(_S.DROPPED)  # looking a member up takes as long as finding ten keys
 
 #: State before and after each event.
 TRANSITIONS: Final[dict[SlotEvent, tuple[SlotState, SlotState]]] = {
@@ -101,7 +103,7 @@ class Slots:
         self.readers = Readers(count)
         self._states = np.zeros(count, np.uint8)
         self._free = list(range(count - 1, -1, -1))
-        self._slot_of: dict[bytes, int] = {}  # FILLING and PUBLISHED
+        self._slot_of = KeyTable(count)  # FILLING and PUBLISHED
         self._keys: list[bytes] = [b""] * count
         self._digests = np.zeros((count, 2), np.uint64)
         self._visited = bytearray(count)
@@ -120,14 +122,9 @@ class Slots:
         """Return the published keys, the oldest first."""
         return [self._keys[slot] for slot in (*self._passed, *self._ahead)]
 
-    def run(self, keys: Sequence[bytes]) -> Numbers:
-        """Return the slots of the leading keys that are published; SIEVE counts them as found."""
-        known = list(map(self._slot_of.get, keys))
-        found = np.array(known[: known.index(None)] if None in known else known, np.int64)
-        ready = self._states[found] == SlotState.PUBLISHED
-        found = found if ready.all() else found[: ready.argmin()]
-        self._marks[found] = 1
-        return found
+    def run(self, keys: bytes) -> Numbers:
+        """Return the slots of the leading keys, a MessagePack array, that are published; SIEVE counts them as found."""
+        return self._slot_of.run(keys, self._states, _PUBLISHED, self._marks)
 
     def published_of(self, slots: Sequence[int]) -> list[int]:
         """Return those of any slot numbers that are published, once each."""
@@ -144,7 +141,7 @@ class Slots:
         They are not evicted until :meth:`end_read`.
         """
         read = ascending(slots)
-        if (other := read[self._states[read] != SlotState.PUBLISHED]).size:
+        if (other := read[self._states[read] != _PUBLISHED]).size:
             state = SlotState(self._states[other[0]]).name.lower()
             raise StateError(f"slot {other[0]} is {state}: only a published one is read")
         self.readers.begin(read)
@@ -153,7 +150,7 @@ class Slots:
     def end_read(self, slots: Numbers) -> None:
         """End a reader of what :meth:`begin_read` returned. Its grant has ended: the guard has advanced."""
         idle = self.readers.end(slots)
-        dropped = idle[self._states[idle] == SlotState.DROPPED]
+        dropped = idle[self._states[idle] == _DROPPED]
         self._fire(SlotEvent.IDLE, dropped)
         self._free += dropped.tolist()
 
@@ -228,9 +225,9 @@ class Slots:
         by_state = {each: np.flatnonzero(self._states == each).tolist() for each in SlotState}
         held = [*by_state[SlotState.FILLING], *by_state[SlotState.PUBLISHED]]
         require_intact(sorted(self._free) == by_state[SlotState.FREE], f"free slots are {sorted(self._free)}")
-        require_intact(sorted(self._slot_of.values()) == sorted(held), "keys and held slots differ")
-        require_intact(all(self._keys[slot] == key for key, slot in self._slot_of.items()), "a key of another slot")
-        order = [self._slot_of[key] for key in self.keys()]
+        found = [self._slot_of.get(self._keys[slot]) for slot in held]
+        require_intact(found == held, "keys and held slots differ")
+        order = [*self._passed, *self._ahead]
         require_intact(sorted(order) == by_state[SlotState.PUBLISHED], "the order of SIEVE lacks slots")
         counts = len(by_state[SlotState.FILLING]), len(by_state[SlotState.PUBLISHED])
         require_intact(counts == (self.filling, self.published), f"counts are {counts}")
@@ -277,6 +274,8 @@ class Slots:
         return keys
 
     def _fire(self, event: SlotEvent, slots: Sequence[int] | Numbers) -> None:
+        if not len(slots):
+            return
         before, after = TRANSITIONS[event]
         at = np.asarray(slots, np.int64)
         if (odd := at[self._states[at] != before]).size:
@@ -284,5 +283,4 @@ class Slots:
             recent = [each.name.lower() for each, among in self._history if slot in among]
             raise StateError(f"slot {slot}: {event.name.lower()} is illegal while {state}; recent events: {recent}")
         self._states[at] = after
-        if at.size:
-            self._history.append((event, at))
+        self._history.append((event, at))
