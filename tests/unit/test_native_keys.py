@@ -30,7 +30,7 @@ def test_a_table_has_what_a_dict_has(steps: list[tuple[bytes, int, bool]], asked
         else:
             del table[key]
             twin.pop(key, None)
-        assert {each: table.get(each) for each, *_ in steps} == {each: twin.get(each) for each, *_ in steps}
+        assert {each: table.find(each) for each, *_ in steps} == {each: twin.get(each, -1) for each, *_ in steps}
     states, marks = np.array([1, 2] * (SLOTS // 2), np.uint8), np.zeros(SLOTS, np.uint8)
     run: list[int] = []
     for key in asked:
@@ -59,6 +59,12 @@ WRONG: tuple[Any, ...] = (
     7,
     b"a",
 )
+
+
+def test_states_of_other_slots_are_refused() -> None:
+    few = np.zeros(1, np.uint8)
+    with pytest.raises(ParamError, match="states, marks"):
+        KeyTable(2).run(encode([]), few, 0, few)
 
 
 @pytest.mark.parametrize("wrong", [*map(encode, WRONG), b"", b"\x91", b"\x91\xc4", b"\x91\xc4\x05abc", b"\xdc\x00"])

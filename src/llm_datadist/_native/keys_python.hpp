@@ -45,7 +45,7 @@ struct KeyTable {
         static std::random_device random;
         static const DigestKey secret(std::uint64_t{random()} << 32 | random(), random());
         const Wide sum = nh(&key[1], 4, secret.words.data());
-        const std::uint64_t hash = scramble(static_cast<std::uint64_t>(sum) + key[0]) ^ static_cast<std::uint64_t>(sum >> 64);
+        const auto low = static_cast<std::uint64_t>(sum), hash = scramble(low + key[0]) ^ scramble(sum >> 64);
         std::uint32_t* at = &first[hash & (first.size() - 1)];
         while (*at != 0 && keys[*at - 1] != key) at = &next[*at - 1];
         return *at;
@@ -69,6 +69,7 @@ inline Key given(const nb::bytes& key) { return padded({key.c_str(), key.size()}
 
 inline nb::object py_run(KeyTable& table, const nb::bytes& keys, const Marks& states, std::uint8_t state,
                          const Marks& marks) {
+    if (std::min(states.size(), marks.size()) < table.keys.size()) refuse("states, marks: one for each slot is needed");
     auto slots = std::make_shared<BlockList::Numbers>();
     each_key(keys, [&](const Key& key) {
         const std::int64_t slot = std::int64_t{table.number(key)} - 1;
@@ -84,12 +85,9 @@ inline void bind_keys(nb::module_& m) {
     m.def("count_keys", [](const nb::bytes& keys) { return each_key(keys, [](const Key&) { return true; }); });
     nb::class_<KeyTable>(m, "KeyTable", nb::is_final())
         .def(nb::init<std::size_t>())
-        .def("__setitem__", [](KeyTable& table, const nb::bytes& key, std::size_t slot) { table.add(given(key), slot); })
+        .def("__setitem__", [](KeyTable& all, const nb::bytes& key, std::size_t slot) { all.add(given(key), slot); })
         .def("__delitem__", [](KeyTable& table, const nb::bytes& key) { table.remove(given(key)); })
-        .def("get", [](KeyTable& table, const nb::bytes& key) {
-            const std::uint32_t found = table.number(given(key));
-            return found == 0 ? nb::none() : nb::cast(found - 1);
-        })
+        .def("find", [](KeyTable& all, const nb::bytes& key) { return std::int64_t{all.number(given(key))} - 1; })
         .def("run", &py_run);
 }
 

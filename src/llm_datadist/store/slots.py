@@ -159,8 +159,8 @@ class Slots:
         wanted: dict[bytes, int] = {}  # position of each
         known: set[int] = set()
         for position, key in enumerate(keys):
-            slot = self._slot_of.get(key)
-            if slot is None:
+            slot = self._slot_of.find(key)
+            if slot < 0:
                 wanted.setdefault(key, position)
             else:
                 self._visited[slot] = 1
@@ -225,7 +225,7 @@ class Slots:
         by_state = {each: np.flatnonzero(self._states == each).tolist() for each in SlotState}
         held = [*by_state[SlotState.FILLING], *by_state[SlotState.PUBLISHED]]
         require_intact(sorted(self._free) == by_state[SlotState.FREE], f"free slots are {sorted(self._free)}")
-        found = [self._slot_of.get(self._keys[slot]) for slot in held]
+        found = [self._slot_of.find(self._keys[slot]) for slot in held]
         require_intact(found == held, "keys and held slots differ")
         order = [*self._passed, *self._ahead]
         require_intact(sorted(order) == by_state[SlotState.PUBLISHED], "the order of SIEVE lacks slots")
