@@ -128,7 +128,7 @@ class LLMDataDist:
             tear_down(self)
 
     def finalize(self) -> None:
-        """Close links, listener, pools and tables; peers only see their links end.
+        """Close links, listener, pools and tables; peers are told, and not waited for.
 
         Managers become unusable (interface R21); NumPy views stay readable. If another thread finalizes already, the
         call waits for its end. Inside another call of this thread, as by a finalizer (``__del__``), it happens when

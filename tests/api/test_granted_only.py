@@ -1,5 +1,8 @@
 """Caches that peers read under grants only: what a reader without one gets, and one that keeps to no rule."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -18,7 +21,7 @@ from llm_datadist.errors import CacheMismatch, GrantEnded, LLMException
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support import moves
-from tests.support.grants import grant, pull, tell
+from tests.support.grants import LONG, grant, pull, tell
 from tests.support.kinds import Bytes, Pair, World
 from tests.support.layers import raw, send
 from tests.support.linking import speaking
@@ -156,6 +159,46 @@ def test_granted_only_is_a_bool(local_pair: Pair, wrong: Any) -> None:
     for method, more in (("allocate_blocks_cache", []), ("register_blocks_cache", [[4096]])):
         with pytest.raises(TypeError, match="granted_only"):
             local_pair.prompt.do(partial(call, granted_only=wrong), method, OPEN.desc, *more)
+
+
+def lend_many(world: World, count: int) -> list[bytes]:
+    """Grant a block often; a thread keeps the interpreter busy until :func:`rest`."""
+    world.memory["rest"] = event = threading.Event()
+
+    def busy() -> None:
+        while not event.is_set():
+            sum(range(10_000))
+
+    threading.Thread(target=busy).start()
+    return [world.caches["kv"].grant([1], LONG).token for _ in range(count)]
+
+
+def rest(world: World) -> None:
+    world.memory["rest"].set()
+
+
+def read_and_release(world: World, tokens: list[bytes]) -> None:
+    def read(mine: list[bytes]) -> None:
+        for token in mine:
+            claimed = world.cm.claim_grant(1, token)
+            for _ in range(3):
+                world.cm.pull_blocks(BLOCKS, world.caches["kv"], [1], [1], grant=claimed)
+            claimed.release()
+            with suppress(GrantEnded):  # or the release is on its way
+                world.cm.pull_blocks(BLOCKS, world.caches["kv"], [1], [1], grant=claimed)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, [tokens[first::8] for first in range(8)]))
+
+
+@pytest.mark.parametrize("pair", ["tcp"], indirect=True)
+def test_grants_that_end_under_readers_do_not_stop_their_owner(pair: Pair) -> None:
+    src, dst = both(pair)
+    tokens = pair.prompt.do(lend_many, 400)
+    pair.decoder.do(read_and_release, tokens)
+    pair.prompt.do(rest)
+    pair.decoder.do(pull, pair.prompt.do(grant, [1]), [1], [1])
+    same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(1, 1)]))
 
 
 # --- a reader that keeps to no rule -----------------------------------------------------------------------------------

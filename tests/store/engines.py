@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from faults.gated import open_there, shut_there
@@ -299,7 +300,7 @@ def flip(world: World, name: bytes, key: bytes, tensor: int) -> None:
     """Flip a bit of a published block in the store's own memory; ``world`` is a store."""
     server = world.memory["server"]
     space = server._spaces["", name]  # noqa: SLF001 (memory that goes bad)
-    (slot,) = space.slots.run([key]).tolist()
+    (slot,) = space.slots.run(msgspec.msgpack.encode([key])).tolist()
     tensor_views(space.cache)[tensor][slot].reshape(-1).view(np.uint8)[BLOCK // 2] ^= 8
 
 

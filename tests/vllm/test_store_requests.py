@@ -446,6 +446,7 @@ def test_until_the_ranks_have_told_their_namespaces_requests_wait(monkeypatch: p
     assert scheduler.matched_tokens(request, 0) is None
     tell(scheduler, namespaces={0: b"0"})
     assert matched(scheduler, request) == 0
+    step(scheduler, {}, {})
     assert not scheduler.needs_steps()
     scheduler.stop()
 
@@ -520,8 +521,13 @@ def test_an_engine_that_is_reset_again_needs_no_more_namespaces_unless_saves_run
     scheduler.on_new_request(request)
     number, *_ = step(scheduler, {"a": 18}, {"a": [1, 2, 3, 4, 5]}).save
     assert scheduler.reset() is False
-    assert store_of(scheduler).ranks != own.ranks
+    late = asked("b", 18)
+    scheduler.on_new_request(late)
+    assert matched(scheduler, late) == 0, "the store is not used until a reset succeeds"
+    own.has([b"landed after the clear"])
     tell(scheduler, ended=Counter({number: 2}))
+    assert scheduler.reset() is True
+    assert (store_of(scheduler).ranks, own.keys) == (own.ranks, [set(), set()])
 
 
 def test_a_shared_namespace_is_cleared_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,11 +542,13 @@ def test_a_reset_without_the_stores_answer_says_so(monkeypatch: pytest.MonkeyPat
     scheduler = make_scheduler(monkeypatch)
     assert scheduler.reset() is False, "the namespaces are not known"
     tell(scheduler, namespaces={0: b"0"})
-    assert store_of(scheduler).ranks != [b"0"]
-    store_of(scheduler).clears = False
-    before = store_of(scheduler).ranks
+    shared = store_of(scheduler)
+    shared.clears = False
     assert scheduler.reset() is False
-    assert store_of(scheduler).ranks != before, "the engine itself does not find it again"
+    assert store_of(scheduler) is shared, "what has the KV of before is to be cleared by the next one"
+    shared.clears = True
+    assert scheduler.reset() is True
+    assert store_of(scheduler).ranks != [b"0"]
     scheduler.stop()
 
 
@@ -722,11 +730,13 @@ def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
     assert begun == [("c", *order[:3])]
 
 
-def save(client: Double, keys: list[bytes], *, failing: bool = False) -> Counter[str]:
-    """Save as a worker does; return what it has counted."""
+def save(client: Double, keys: list[bytes], *, failing: bool = False, cleared_at: float = 0.0) -> Counter[str]:
+    """Save as a worker does, in second 1; return what it has counted."""
     ended: list[tuple[int, Counter[str]]] = []
     queue, stopping = SimpleNamespace(put=ended.append), SimpleNamespace(wait=lambda _: False)
-    worker: Any = SimpleNamespace(_cache=None, _ended=queue, _stopping=stopping, _failing=failing)
+    worker: Any = SimpleNamespace(
+        _cache=None, _ended=queue, _stopping=stopping, _failing=failing, _begun={7: 1.0}, _cleared_at=cleared_at
+    )
     vars(StoreWorker)["_save"](worker, client, 7, keys, list(range(len(keys))))
     ((number, counted),) = ended
     assert (number, worker._failing) == (7, counted.total() > counted["retried_blocks"])  # noqa: SLF001
@@ -757,6 +767,24 @@ def test_a_store_that_takes_nothing_for_long_keeps_no_blocks_waiting() -> None:
     client = Gone()
     assert save(client, [b"a", b"b"], failing=True) == Counter(refused_gone=2)
     assert client.refused["gone"] == 2, "one try"
+
+
+@pytest.mark.parametrize("why", ["late", "cleared"])
+def test_a_save_is_not_tried_again_after_a_clear_or_if_the_store_is_late(why: str) -> None:
+    class Refusing(Double):
+        def save(self, keys: list[bytes], *_: object) -> int:
+            self.refused[why] += len(keys)
+            return 0
+
+    client = Refusing()
+    assert save(client, [b"a", b"b"]) == Counter({f"refused_{why}": 2})
+    assert client.refused[why] == 2, "one try"
+
+
+def test_a_save_that_waited_when_the_store_was_emptied_is_dropped() -> None:
+    client = Double()
+    assert save(client, [b"a", b"b"], cleared_at=2.0) == Counter(refused_cleared=2)
+    assert client.keys == [set()]
 
 
 def test_a_save_that_raises_has_failed() -> None:

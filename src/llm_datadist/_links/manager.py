@@ -438,7 +438,7 @@ class LinkManager:
     def unlink(self, cluster_id: int, deadline: Deadline, *, force: bool) -> None:
         """End the link to a cluster, also one that is being dialled again; without a link it succeeds.
 
-        Operations may finish until the deadline. With ``force`` the rest fails, and the peer is not asked. Otherwise
+        Operations may finish until the deadline. With ``force`` the rest fails, and the peer is told. Otherwise
         operations or a missing answer raise DeadlineExceeded, and the link is kept (interface §3.4).
         """
         self._reconnector.unlink(cluster_id, deadline)

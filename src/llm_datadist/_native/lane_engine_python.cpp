@@ -106,11 +106,25 @@ inline void py_reply(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, b
     write ? engine.accept(lane, std::move(reply)) : engine.serve(lane, std::move(reply));
 }
 
+// C++'s own pointer: one that nanobind makes takes the GIL when it goes, which a lane thread does under a mutex.
+struct PyLent {
+    PyLent(std::vector<std::uint64_t> blocks, std::uint64_t stride)
+        : blocks(std::make_shared<const LentBlocks>(std::move(blocks), stride)) {}
+
+    std::shared_ptr<const LentBlocks> blocks;
+};
+
 inline void py_keep(ReplyCache& replies, const nb::bytes& handle, bool write, const TensorList& tensors,
-                    const GuardList& guards, std::int64_t tag, bool mapped, std::shared_ptr<LentBlocks> lent) {
+                    const GuardList& guards, std::int64_t tag, bool mapped, const PyLent* lent) {
     const CopySide all = tensors.side(0, "granted");
     replies.keep(write, std::string(handle.c_str(), handle.size()),
-                 {{all.bases, all.bases + all.tensors}, all.extent, guards_of(guards), tag, mapped, std::move(lent)});
+                 {{all.bases, all.bases + all.tensors},
+                  all.extent,
+                  guards_of(guards),
+                  tag,
+                  mapped,
+                  lent != nullptr,
+                  lent ? lent->blocks : nullptr});
 }
 
 inline nb::object text_object(const std::string& text) {
@@ -198,14 +212,16 @@ void bind_lanes(nb::module_& m) {
     m.def("decode_request", &py_decode_request, "meta"_a);
     m.attr("MAX_REQUEST_RUNS") = LaneRequest::max_runs;
 
-    nb::class_<LentBlocks>(m, "LentBlocks", nb::is_final())
+    nb::class_<PyLent>(m, "LentBlocks", nb::is_final())
         .def(nb::init<std::vector<std::uint64_t>, std::uint64_t>(), "blocks"_a, "stride"_a)
-        .def("hold", [](const LentBlocks& self, const MovePlan& plan) { return self.hold(plan.run_list()); }, "plan"_a);
+        .def(
+            "hold", [](const PyLent& self, const MovePlan& plan) { return self.blocks->hold(plan.run_list()); },
+            "plan"_a);
 
     nb::class_<ReplyCache>(m, "ReplyCache", nb::is_final())
         .def(nb::init<>())
         .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a,
-             "lent"_a = nb::none())
+             "lent"_a.none() = nb::none())
         .def("__len__", &ReplyCache::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())

@@ -116,14 +116,18 @@ struct CachedReply {
     Guards guards;
     std::int64_t tag;
     bool mapped;
-    std::shared_ptr<const LentBlocks> lent = nullptr;  // null: all
+    bool granted = false;                  // only blocks of `lent`, which its grant keeps
+    std::weak_ptr<const LentBlocks> lent = {};
 
     // Requested part, or null if there is none.
     std::shared_ptr<Payload> payload(const LaneRequest& request) const {
         if (request.extent != extent) return nullptr;
         const CopySide side{bases.data(), bases.size(), extent, request.first, "granted"};
         const std::vector<Run> runs = request.runs();
-        if (lent && !lent->hold({runs.data(), runs.size()})) return nullptr;
+        if (granted) {
+            const auto blocks = lent.lock();
+            if (!blocks || !blocks->hold({runs.data(), runs.size()})) return nullptr;
+        }
         try {
             return std::make_shared<Payload>(
                 Spans(side, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);

@@ -95,7 +95,13 @@ def store(
 def clear(
     address: Annotated[str, typer.Argument(metavar="IP:PORT", help="Address of the store.", show_default=False)],
     own_id: Annotated[
-        int | None, typer.Option("--as", help="Cluster id of this side, which a policy gives a tenant. [default: any]")
+        int | None,
+        typer.Option(
+            "--as",
+            min=0,
+            max=(1 << 64) - 1,
+            help="Cluster id of this side, which a policy gives a tenant. [default: any]",
+        ),
     ] = None,
     cluster_id: ClusterId = STORE_ID,
     secrets: Secrets = None,

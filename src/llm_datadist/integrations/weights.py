@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.datadist.weights")  # vLLM shows logs below its
 
 _CHUNK: Final = 4 << 20
 _TOLD_S: Final = 5.0
-_TURN_S, _TURNS = 0.1, 3000  # how often, and how many times, to look whether another process has ended
+_TURN_S, _TURNS = 0.1, 36000  # how often, and how many times, to look whether another process has ended
 _SETTLED_S: Final = 2.0  # a change of that age cannot be followed by one with the same time
 _KEPT_BYTES: Final = 16 << 20  # smaller files are digested at once
 _DIGEST: Final = re.compile("[0-9a-f]{64}")

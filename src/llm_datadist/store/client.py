@@ -404,12 +404,12 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             body = messages.Clear([shown(each) for each in self._ranks]).encode()
             answer = self._ask(messages.CLEAR, body, timeout_ms)
             self._require_own("clear")
+            self._generation = messages.decode(messages.Done, answer, self._what).generation
         except LLMException as error:
             if isinstance(error, StateError):
                 raise
             self._note(error)
             return False
-        self._generation = messages.decode(messages.Done, answer, self._what).generation
         return True
 
     def statistics(self) -> StoreClientStatistics:

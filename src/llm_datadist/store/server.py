@@ -100,11 +100,11 @@ class _Space:
 
     def lend(self, reader: Reader, slots: Numbers) -> tuple[Numbers, int]:
         """Count a hit of published slots; return them once each, and the cost."""
+        table = self.lent.get(reader) or (self._spare.pop() if self._spare else Readers(self.slots.count, np.uint16))
         read = self.slots.begin_read(slots)
         cost = self.cost(reader, read)
-        if reader not in self.lent:
-            self.lent[reader] = self._spare.pop() if self._spare else Readers(self.slots.count, np.uint16)
-        self.lent[reader].begin(read)
+        self.lent[reader] = table
+        table.begin(read)
         self.loads += 1
         return read, cost
 
@@ -226,13 +226,15 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             generations = [self._generation(name) for name in names]
             lent = self._lend([self._spaces.get(name) for name in names], reader, packed, keys) if keys else []
         found: list[messages.Found] = []
+        granted = 0
         try:
             for (space, slots, read, digests), token in zip(lent, asked.tokens, strict=bool(lent)):
                 end = partial(self._end_load, space, reader)
                 grant = space.cache.grant(read, None, token=token, peer=question.cluster_id, on_end=end)
+                granted += 1
                 found.append(messages.Found(grant.cache_id, grant.guard, slots, digests, space.nonce, space.shape))
         except BaseException:  # the client releases what it was given
-            for space, _, read, _ in lent[len(found) :]:
+            for space, _, read, _ in lent[granted:]:
                 self._take_back(space, reader, read)
             raise
         return messages.Run(found, generations).encode()
@@ -250,19 +252,26 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         if not count:
             return []
         count = self._room_for(there, reader, [run[:count] for run in runs])
-        lent = []
-        for space, run in zip(there, runs, strict=True):
-            read, cost = space.lend(reader, run[:count])
-            self._count(reader, cost)
-            digests = space.slots.digests(run[:count]).astype("<u8", copy=False).tobytes()
-            lent.append((space, run[:count].astype("<i8", copy=False).tobytes(), read, digests))
+        lent: list[tuple[_Space, bytes, Numbers, bytes]] = []
+        try:
+            for space, run in zip(there, runs, strict=True):
+                places = run[:count].astype("<i8", copy=False).tobytes()
+                digests = space.slots.digests(run[:count]).astype("<u8", copy=False).tobytes()
+                read, cost = space.lend(reader, run[:count])
+                lent.append((space, places, read, digests))
+                self._count(reader, cost)
+        except BaseException:
+            for space, _, read, _ in lent:
+                space.take_back(reader, read)
+                self._count(reader, -space.cost(reader, read))
+            raise
         return lent
 
     def _room_for(self, spaces: list[_Space], reader: Reader, runs: list[Numbers]) -> int:
         """Under the lock: return the keys of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
         both = list(zip(spaces, runs, strict=True))
         wanted = sum(space.cost(reader, run) for space, run in both)
-        most = _MAX_LENT if self._lent_to_all + wanted <= _MAX_LENT_TO_ALL else _LENT_IN_ANY_CASE
+        most = _MAX_LENT if self._lent_to_all + wanted <= _MAX_LENT_TO_ALL else _LENT_IN_ANY_CASE * len(spaces)
         count = min(len(space.room_for(reader, run)) for space, run in both)
         if count and self._lent[reader] + wanted <= most:
             return count

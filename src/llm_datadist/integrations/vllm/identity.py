@@ -133,7 +133,7 @@ def _weights(model: ModelConfig, folder: Path | None, config: VllmConfig) -> str
 
 
 class Adapters:
-    """Digests of LoRA adapters, as they are when first used, because vLLM loads them then. Nobody waits for them.
+    """Digests of LoRA adapters, as they are at their first request; vLLM may have loaded them before. Nobody waits.
 
     If its files change later, an adapter's KV has no name until vLLM loads it under another id: it may use either.
     Threads: the scheduler's; four digest, an adapter each.

@@ -139,11 +139,11 @@ class StoreScheduler:
         self._block_tokens = vllm_config.cache_config.block_size
         self._adapters = Adapters(vllm_config.lora_config)
         self._config = vllm_config
-        self._datadist = start_instance(vllm_config, secrets.randbits(63), None, 0)
         options = StoreOptions(**vllm_config.kv_transfer_config.get_from_extra_config("store_options", {}))
         self.lookups = Lookups(vllm_config.scheduler_config.max_num_seqs, options.lookup_ms, self._block_tokens)
         self._spaces: list[bytes] = []  # by rank
-        self._part = b""  # of the last reset
+        self._part = b""  # of the first reset
+        self._stale = False  # a reset has failed: the namespaces may have KV of before
         self._requests: dict[str, _Asked] = {}
         self._loading: dict[str, list[Hit]] = {}  # by request, until all ranks have reported
         self._saves: dict[int, _Save] = {}  # by number
@@ -155,6 +155,7 @@ class StoreScheduler:
         self._low = kv_cache_config.num_blocks // 20
         self._quarter = max(1, kv_cache_config.num_blocks // 4)
         self._most = min(self._quarter, len(saving)) if self._staged else self._quarter  # that are saved at once
+        self._datadist = start_instance(vllm_config, secrets.randbits(63), None, 0)
         self.pool: BlockPool  # vLLM's
         self._orders = StoreOrders()
         self._events: list[BlockStored] = []
@@ -163,15 +164,17 @@ class StoreScheduler:
         self._tell_at = 0.0  # monotonic
 
     def needs_steps(self) -> bool:
-        """Return True until the namespaces are known and all is saved, and while loads run: a step ends them."""
-        return bool(self._saves or self._loading or self._kept or not self._spaces)
+        """Return True until the namespaces are known and all is saved, and while hits are held: a step ends them."""
+        return bool(self._saves or self._loading or self._kept or self.lookups.busy or not self._spaces)
 
     def on_new_request(self, request: Request) -> None:
+        if self._stale:
+            return
         self._adapters.begin(lora := request.lora_request)
         params = request.kv_transfer_params or {}
         elsewhere = bool(params.get("do_remote_prefill") or FIELD in params)
         asked = _Asked(request, None if lora else b"", not request.skip_reading_prefix_cache, elsewhere)
-        self._requests.setdefault(request.request_id, asked)
+        self._requests[request.request_id] = asked
 
     def _find(self, request_id: str) -> _Asked | None:
         """Return a request whose KV may be stored, once its adapter is known."""
@@ -250,7 +253,8 @@ class StoreScheduler:
         orders.part = self._part
         self.lookups.sweep()
         self._sum_up()
-        if self.pool.get_num_free_blocks() < self._low:
+        stuck = self._requests and not (step.num_scheduled_tokens or self._loading or self.lookups.busy)
+        if stuck or self.pool.get_num_free_blocks() < self._low:
             self._count(lost_needed_blocks=_size(self._kept))
             self._free(self._kept)
         if self._spaces and (runs := self._choose(step)):
@@ -341,6 +345,7 @@ class StoreScheduler:
                 self._count(failed_loads=failed, loaded_tokens=0 if failed else len(hits[0]) * self._block_tokens)
                 if asked is not None and failed:
                     asked.may_load, asked.saved = False, 0
+        self._sum_up()
 
     def _end_save(self, number: int, ranks: int, *, failed: bool) -> None:
         save = self._saves[number]
@@ -358,17 +363,19 @@ class StoreScheduler:
     def reset(self) -> bool:
         """Let no KV of before be found again; return False without the store's answer, or if transfers run.
 
-        Requests of before are neither looked up nor saved any more: they may have KV of before.
+        Requests of before are neither looked up nor saved any more: they may have KV of before. Nor are others until a
+        reset returns True: a save that ran may have ended after the store was emptied.
         """
         self._free(self._kept)
         self._requests.clear()
         client = self.lookups.client
-        cleared = client is not None and client.clear() and not self._saves and not self._loading
-        if not (self._part and cleared):  # what is empty, and this engine's own, is used again: a store has few
+        self._stale = client is None or not client.clear() or bool(self._saves or self._loading)
+        if self._stale:
+            logger.warning("the store is not used until a reset succeeds: it did not answer, or transfers run")
+        elif not self._part:  # what is empty, and this engine's own, is used again: a store has few
             self._part = secrets.token_bytes(16)
-        if client is not None:
             self.lookups.use(client_of(self._config, self._datadist, self._spaces, self._part, 0))
-        return cleared
+        return not self._stale
 
     # --- what is counted ----------------------------------------------------------------------------------------------
 

@@ -75,6 +75,7 @@ class StoreWorker(Rank):
         self._told = StoreTold()
         self._part = b""  # of the orders' namespaces
         self._begun: dict[str | int, float] = {}  # by load or save that is not reported: monotonic
+        self._cleared_at = 0.0  # monotonic, when the saver heard of it: saves that began before are of before
         self.stats = StoreStats()
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
@@ -123,6 +124,9 @@ class StoreWorker(Rank):
     def _save(self, client: StoreClient, number: int, keys: list[bytes], blocks: list[int]) -> None:
         refused, counted = Counter[str](), Counter[str]()
         for pause in _PAUSES[: 1 if self._failing else None]:
+            if self._begun[number] < self._cleared_at:
+                refused = Counter(cleared=len(keys))
+                break
             if self._stopping.wait(pause):
                 break
             counted["retried_blocks"] += refused.total()
@@ -133,7 +137,9 @@ class StoreWorker(Rank):
             except Exception as error:  # noqa: BLE001 (the blocks are not in the store)
                 logger.warning_once("the store does not take blocks: %s", named(error))
                 refused = Counter(failed=len(keys))
-            if not refused:
+            if refused["cleared"]:
+                self._cleared_at = time.monotonic()
+            if not refused or refused["late"]:  # a store that is late holds blocks
                 break
         self._failing = bool(refused)
         counted.update({f"refused_{why}": number for why, number in refused.items()})
