@@ -169,7 +169,7 @@ def lend_many(world: World, count: int) -> list[bytes]:
         while not event.is_set():
             sum(range(10_000))
 
-    threading.Thread(target=busy).start()
+    threading.Thread(target=busy, daemon=True).start()
     return [world.caches["kv"].grant([1], LONG).token for _ in range(count)]
 
 
@@ -195,8 +195,10 @@ def read_and_release(world: World, tokens: list[bytes]) -> None:
 def test_grants_that_end_under_readers_do_not_stop_their_owner(pair: Pair) -> None:
     src, dst = both(pair)
     tokens = pair.prompt.do(lend_many, 400)
-    pair.decoder.do(read_and_release, tokens)
-    pair.prompt.do(rest)
+    try:
+        pair.decoder.do(read_and_release, tokens)
+    finally:
+        pair.prompt.do(rest)
     pair.decoder.do(pull, pair.prompt.do(grant, [1]), [1], [1])
     same_bytes(pair.decoder.do(show, "kv"), moved(dst, src, [(1, 1)]))
 
