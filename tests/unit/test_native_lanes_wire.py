@@ -447,14 +447,17 @@ def test_blocks_that_are_lent_hold_a_run_if_each_of_its_bytes_is_in_one(seed: in
         assert not held((beyond, 1))
 
 
-def test_a_cached_reply_for_lent_blocks_answers_for_these_only() -> None:
-    memory, grants = np.arange(4 * 64, dtype=np.uint8), ReplyCache()
+def test_a_cached_reply_for_lent_blocks_answers_for_these_only_while_they_are_lent() -> None:
+    memory, grants, lent = np.arange(4 * 64, dtype=np.uint8), ReplyCache(), [LentBlocks([1, 2], 64)]
     with closing(LaneEngine(1)) as engine, Wire(engine, grants=grants) as wire:
-        grants.keep(b"a", False, tensors(memory).native, [], 0, True, LentBlocks([1, 2], 64))
-        for id, (at, size) in enumerate([(64, 64), (100, 60), (0, 64), (63, 2), (191, 2), (192, 1), (64, 128)], 1):
+        grants.keep(b"a", False, tensors(memory).native, [], 0, True, lent[0])
+        spans = [(64, 64), (100, 60), (0, 64), (63, 2), (191, 2), (192, 1), (64, 128), (64, 64)]
+        for id, (at, size) in enumerate(spans, 1):
+            if id == len(spans):
+                lent.clear()
             meta = struct.pack("<HQQQQ", 1, 0, 1, memory.size, size) + b"a" + struct.pack("<QQ", at, size)
             wire.send(READ, id, meta)
-            if at >= 64 and at + size <= 192:
+            if lent and at >= 64 and at + size <= 192:
                 assert wire.header() == (DATA, id, 0, size)
                 assert wire.receive(size + 8) == memory[at : at + size].tobytes() + bytes(8)
             else:
