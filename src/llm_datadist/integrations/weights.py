@@ -21,7 +21,6 @@ from typing import Final
 
 logger = logging.getLogger("vllm.datadist.weights")  # vLLM shows logs below its name
 
-_CHUNK: Final = 4 << 20
 _TOLD_S: Final = 5.0
 _TURN_S, _TURNS = 0.1, 36000  # how often, and how many times, to look whether another process has ended
 _SETTLED_S: Final = 2.0  # a change of that age cannot be followed by one with the same time
@@ -56,17 +55,14 @@ def digest_of(path: Path) -> str:
     """Return a file's digest. Raises OSError for one that cannot be read, or changes each time it is."""
     if known := _known(path):
         return known
-    buffer = memoryview(bytearray(_CHUNK))
     for _ in range(3):
-        digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             before = stamp_of(os.fstat(file.fileno()))
-            while size := file.readinto(buffer):
-                digest.update(buffer[:size])
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             after = stamp_of(os.fstat(file.fileno()))
         if before == after:
-            _keep(path, after, digest.hexdigest())
-            return digest.hexdigest()
+            _keep(path, after, digest)
+            return digest
     raise OSError(f"{path}: changes while it is read")
 
 

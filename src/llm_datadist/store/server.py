@@ -217,8 +217,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     # --- lookups, on the control thread -------------------------------------------------------------------------------
 
     def _on_lookup(self, question: PeerQuestion) -> bytes:
-        asked = _body(messages.RawLookup, question, "pull")
-        count, keys = self._require_room_of(asked.namespaces), count_keys(packed := bytes(asked.keys))
+        asked = _body(messages.RawLookup, question, "pull", "push")
+        keys = count_keys(packed := bytes(asked.keys))
+        _require(not keys or question.may("pull"), question, "pull")  # who may only save asks without keys
+        count = self._require_room_of(asked.namespaces)
         right = not keys or len(set(asked.namespaces)) == len(asked.tokens) == count
         check_rule(right and count * keys <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
         reader, names = (question.cluster_id, question.incarnation), [(question.tenant, n) for n in asked.namespaces]
@@ -536,14 +538,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         self.datadist.check_integrity()
 
 
-def _body(kind: type[B], question: PeerQuestion, right: str) -> B:
-    """Return a question's body. Raises ParamError if the policy does not give the peer that right."""
-    who = f"cluster {question.cluster_id}"
-    body = decode(kind, question.body, who)
-    opens = isinstance(body, messages.RawLookup) and not count_keys(bytes(body.keys))  # who may only save does it, too
-    allowed = question.may(right) or (opens and question.may("push"))
-    check_rule(allowed, f"{PEER_POLICY} of the store does not allow {who} to {right}")
-    return body
+def _body(kind: type[B], question: PeerQuestion, *rights: str) -> B:
+    """Return a question's body. Raises ParamError if the policy gives the peer none of these rights."""
+    _require(any(map(question.may, rights)), question, rights[0])
+    return decode(kind, question.body, f"cluster {question.cluster_id}")
+
+
+def _require(allowed: bool, question: PeerQuestion, right: str) -> None:
+    check_rule(allowed, f"{PEER_POLICY} of the store does not allow cluster {question.cluster_id} to {right}")
 
 
 def _figures(space: _Space) -> NamespaceStatistics:

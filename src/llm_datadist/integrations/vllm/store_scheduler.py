@@ -66,7 +66,7 @@ _TELL: Final = 60.0  # seconds between lines of what was lost
 
 
 def client_of(config: VllmConfig, datadist: LLMDataDist, spaces: list[bytes], part: bytes, rank: int) -> StoreClient:
-    """Return a client of the connector's store for a rank; ``part`` is that of the last reset, which changes spaces."""
+    """Return a client of the connector's store for a rank; ``part`` is that of resets, which changes spaces."""
     option = config.kv_transfer_config.get_from_extra_config
     if part and not option("clear_shared", None):
         spaces = [hashlib.sha256(space + part).digest() for space in spaces]
@@ -81,7 +81,7 @@ class StoreOrders(KVConnectorMetadata):
     # by request: ranks' hits, blocks, and slots if these are staged
     loads: dict[str, tuple[list[bytes], list[int], list[int]]] = field(default_factory=dict)
     save: tuple[int, list[bytes], list[int], list[int]] | None = None  # its number, keys, their blocks, and slots
-    part: bytes = b""  # random, of the last reset; loads and the save are of its namespaces
+    part: bytes = b""  # random, from the first reset on; loads and the save are of its namespaces
 
 
 @dataclass
@@ -142,7 +142,7 @@ class StoreScheduler:
         options = StoreOptions(**vllm_config.kv_transfer_config.get_from_extra_config("store_options", {}))
         self.lookups = Lookups(vllm_config.scheduler_config.max_num_seqs, options.lookup_ms, self._block_tokens)
         self._spaces: list[bytes] = []  # by rank
-        self._part = b""  # of the first reset
+        self._part = b""  # random, from the first reset on
         self._stale = False  # a reset has failed: the namespaces may have KV of before
         self._requests: dict[str, _Asked] = {}
         self._loading: dict[str, list[Hit]] = {}  # by request, until all ranks have reported
