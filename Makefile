@@ -158,10 +158,11 @@ mutation: $(VENV)/.mutation
 	@rm -f build/mutation.jsonl
 	@$(BIN)/python -m tests.mutation run --session build/mutation.jsonl $(MUTATION)
 
-# The standard suite and its files, or what BENCH says.
-BENCH ?= --json benchmarks/results/latest.json --plot benchmarks/results
+# The standard suite and its files, or what BENCH says. benchmarks/results/latest.json is changed on purpose only, together
+# with docs/performance.md.
+BENCH ?= --json build/bench/latest.json --plot build/bench
 bench: $(FULL_VENV)/.installed
-	@mkdir -p benchmarks/results
+	@mkdir -p build/bench
 	@$(FULL_BIN)/llm-datadist bench $(BENCH)
 
 # An environment of its own for a real engine: vLLM for CPU, and NIXL to compare with. vLLM's

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 import llm_datadist
@@ -35,6 +36,8 @@ from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._memory.guards import GuardTable
+from llm_datadist.bench.cases import size_text
+from llm_datadist.bench.rows import Row
 from llm_datadist.cache_manager import CacheManager
 from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules, run
@@ -158,6 +161,38 @@ def test_ratios_of_the_readme_are_the_lowest_measured_with_their_range() -> None
             assert measured[f"{found[1]}: {peer}", size] == f"{min(ranges):.2f} to {max(ranges):.2f}"
             seen += 1
     assert seen > 5
+
+
+#: Limits and peers of the bench, and their names in the two tables of docs/performance.md.
+_BESIDE: Final = {
+    "memcpy": ("memcpy", "memcpy on two threads"),
+    "cma": ("process_vm_readv", "process_vm_readv on two threads"),
+    "tcp-raw": ("raw stream", "the best raw stream"),
+    "nixl": ("NIXL", "NIXL"),
+    "nixl-tcp": ("NIXL over TCP", "NIXL over TCP"),
+    "mooncake": ("Mooncake", "Mooncake"),
+}
+
+
+def test_rates_and_ratios_of_the_page_about_performance_are_those_of_the_kept_run() -> None:
+    """The first table shows that run; the ranges of the second have its ratios, because it is one of the ten."""
+    tables = [list(_rows(part, 6)) for part in _text(DOCS / "performance.md").split("## Results")]
+    rates, ranges = ({(row[0], at): x for row in each for at, x in zip(each[0], row, strict=True)} for each in tables)
+    kept = msgspec.json.decode((ROOT / "benchmarks" / "results" / "latest.json").read_bytes(), type=list[Row])
+    shown = {}
+    for row in kept:
+        if row.op != "pull" or row.peer is None:
+            continue
+        size, over = size_text(row.block_bytes), row.transport
+        shown[f"**{over}**", size] = row.gb_per_s
+        limit = (row.limit_name, row.limit_gb_per_s, row.ratio_to_limit)
+        for contender, rate, ratio in (limit, (row.peer, row.peer_gb_per_s, row.ratio_to_peer)):
+            first, second = _BESIDE[contender or ""]
+            shown[f"{over}: {first}", size] = rate
+            least, most = map(float, ranges[f"{over}: {second}", size].split(" to "))
+            assert least <= round(ratio or 0, 2) <= most
+    assert len(shown) == 50
+    assert {at: rates[at] for at in shown} == {at: f"{rate:.1f}" for at, rate in shown.items()}
 
 
 def test_the_five_references_are_the_same_on_every_page() -> None:

@@ -67,7 +67,7 @@ def bench(
     set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, unless --blocks is given.")] = 512,
     timeout: Annotated[int, typer.Option(help="Seconds for one step of a contender.")] = 120,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, a list of rows.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file, one row a line.")
     ] = None,
     plot_folder: Annotated[
         Path | None,
@@ -121,7 +121,8 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         show_floors(asked, sys.stdout)
         show_summary(results.rows, asked, sys.stdout)
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results.rows), indent=2) + b"\n")
+        lines = b",\n".join(msgspec.json.encode(row) for row in results.rows)
+        json_file.write_bytes(b"[\n" + lines + b"\n]\n")
     if plot_folder is not None:
         draw(results.rows, plot_folder)
     for failure in results.failures:
