@@ -108,6 +108,7 @@ def test_each_word_says_where_it_comes_from() -> None:
 
 
 def test_a_new_generation_is_seen_without_the_end_of_an_old_one_in_its_place(tmp_path: Path) -> None:
+    """Regression: a new generation was visible before the end of an old one was forgotten in its place."""
     seen: list[int] = []
 
     class Watched(Directory):
@@ -128,6 +129,7 @@ def test_a_new_generation_is_seen_without_the_end_of_an_old_one_in_its_place(tmp
 
 
 def test_a_new_life_knows_what_an_earlier_one_may_have_pulled(tmp_path: Path) -> None:
+    """Regression: a killed worker's next life did not know what the earlier one had pulled."""
     directory = Directory(tmp_path / "directory", create=True)
     directory.publish(Found(1, 2, Kind.ROWS, 7, 5, 40, Shape(4, 24, 64)))
     directory.reborn(0)

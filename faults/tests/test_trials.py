@@ -9,6 +9,8 @@ from faults import grants, rebind, trials
 @pytest.mark.parametrize("transport", trials.TRANSPORTS)
 @pytest.mark.parametrize("what", ["reader", "writer"])
 def test_memory_used_again_under_who_was_stopped_inside_a_copy(transport: str, what: str) -> None:
+    """Regression: a push whose memory changed after its first byte succeeded."""
+
     # Each kind of end has to be seen, so that none of them is only believed to be looked for.
     def seen(report: trials.TrialReport) -> bool:
         if what == "reader":

@@ -182,7 +182,10 @@ def test_r07_a_call_cancelled_before_a_thread_is_free_does_nothing_after_its_end
 
 
 def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(scene: Scene) -> None:
-    """Cancelled, or closed: then no loop is left to wait in, and the call ends by itself."""
+    """Cancelled, or closed: then no loop is left to wait in, and the call ends by itself.
+
+    Regression: a closed coroutine did not end its call, because only cancellation was looked at.
+    """
     waiters = links_of(scene.world).get(1).requests.waiters
 
     async def begun_and_closed() -> None:
@@ -229,7 +232,10 @@ def test_r07_once_cancelled_error_is_raised_nothing_writes_any_more(scene: Scene
 
 @pytest.mark.parametrize("method", ["pull_blocks_async", "push_blocks_async"])
 def test_r07_a_call_that_waits_for_bytes_on_lanes_ends_long_before_its_time(tcp_pair: Pair, method: str) -> None:
-    """As often as it likes: that it had no time left says nothing about the data lanes."""
+    """As often as it likes: that it had no time left says nothing about the data lanes.
+
+    Regression: lanes, their dialling and digests did not look at a cancellation.
+    """
     tcp_pair.start(rca=True, sync_kv_timeout=600_000, extra={"llm.PeerTimeout": "600"})
     source, before = tcp_pair.prompt.do(make, "kv", SOURCE, 1), tcp_pair.decoder.do(make, "kv", PAGED, 2)
     for each in ("pull_blocks_async", "push_blocks_async"):  # afterwards nothing needs an answer but the bytes
@@ -284,6 +290,7 @@ def test_r21_finalize_ends_calls_that_are_awaited_and_later_ones_are_refused_at_
 
 
 def test_a_call_that_was_made_before_a_fork_is_refused_in_the_child(four: list[ChildEnd]) -> None:
+    """Regression: a coroutine awaited in a forked child waited for ever, because its thread was the parent's."""
     forker = four.pop()
     forker.start("MIX", 1)
     forker.do(make, "kv", PAGED, 1)
@@ -451,7 +458,10 @@ def test_r06_no_time_left_before_the_bytes_is_a_timeout_that_consumes_nothing(pa
 def test_r06_an_interrupt_between_the_answer_and_its_use_leaves_no_pin(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pin would last as long as the call's time: ten minutes."""
+    """The pin would last as long as the call's time: ten minutes.
+
+    Regression: nobody took an answer that came between the last look and the interrupt.
+    """
     channels = type(links_of(scene.world).get(1).channel)
     real: Any = channels.wait
 

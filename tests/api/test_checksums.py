@@ -349,6 +349,7 @@ PULL_ROW: Final = ("pull_cache", KEY, KV, 5)
 def test_a_source_that_is_withdrawn_before_the_answer_fails_the_pull_unless_its_pin_keeps_it(
     shm_pair: Pair, tmp_path: Path, source: Spec, change: Any, fails: bool
 ) -> None:
+    """Regression: a digest pinned its cache, and was not counted among its uses."""
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     src, dst = both(shm_pair, source, Spec(blocks=source.blocks))
     finish = begun(prompt, decoder, tmp_path, *(PULL_BLOCK if source.blocks else PULL_ROW))

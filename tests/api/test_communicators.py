@@ -256,7 +256,10 @@ def test_link_clusters_claims_a_link_whose_communicator_is_not_ready(four: list[
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("victim", [1, 3], ids=["it listened", "it dialled"])
 def test_r22_a_member_killed_once_met_does_not_count(four: list[ChildEnd], victim: int, comes_back: bool) -> None:
-    """Cluster 2 has met the victim; then the victim is killed, and then cluster 4 comes."""
+    """Cluster 2 has met the victim; then the victim is killed, and then cluster 4 comes.
+
+    Regression: a communicator became OK with a dead link.
+    """
     waiting, late, dying, other = four
     seconds = SECONDS if comes_back else {"link_total_time": 2}
     for end, number in ((waiting, 2), (dying, victim), (late, 4), (other, victim)):
@@ -301,7 +304,10 @@ def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_a
 
 
 def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair, end: LocalEnd) -> None:
-    """Both members live; the third one comes after the link between them was given up by hand."""
+    """Both members live; the third one comes after the link between them was given up by hand.
+
+    Regression: a communicator became OK with a dead link.
+    """
     ends, third = ranks.start_two(local_pair), end
     third.start("MIX", 3, extra={"llm.Transport": local_pair.transport}, **SECONDS)
     meeting = Meeting((1, 2, 3))
@@ -320,7 +326,10 @@ def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair, end:
 
 
 def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds_it(local_pair: Pair) -> None:
-    """And only after the operation that uses it, not under it."""
+    """And only after the operation that uses it, not under it.
+
+    Regression: unlink left such a link open for operations.
+    """
     ends = ranks.start_two(local_pair)
     ready_ids = joined(*ends)
     waiting = Meeting((1, 2, 3)).join(ends[0])
@@ -342,7 +351,10 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
 
 @pytest.mark.parametrize("number", [1, 3], ids=["it listens", "it dials"])
 def test_finalize_inside_of_link_leaves_nothing(end: LocalEnd, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """finalize is to be alone (interface §11); a caller that breaks the rule gets an error, not a listener for ever."""
+    """finalize is to be alone (interface §11); a caller that breaks the rule gets an error, not a listener for ever.
+
+    Regression: the listener was made after all listeners had ended.
+    """
     end.start("MIX", number, **SECONDS)
     communicators, really = end.world.probe.engine.links.communicators, ControlLoop.call
 
@@ -358,7 +370,10 @@ def test_finalize_inside_of_link_leaves_nothing(end: LocalEnd, monkeypatch: pyte
 
 
 def test_a_communicator_that_has_failed_is_not_dialled(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member with another table comes between listening and dialling."""
+    """A member with another table comes between listening and dialling.
+
+    Regression: a failure that came before this side began to dial was dialled for ever.
+    """
     ends = ranks.start_two(local_pair)
     meeting = Meeting((0, 1, 2))
     really = RetryQueue.add

@@ -413,6 +413,7 @@ def unlink_before_a_claim(world: World, peer: int, waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True], ids=["of a grant", "before its grant"])
 def test_a_claim_in_hand_while_another_thread_ends_the_link_is_not_kept(family: Family, waits: bool) -> None:
+    """Regression: the control thread had the claim in hand while another thread dropped all that the peer had."""
     prompt, decoder = family.born("PROMPT", 1), family.born("DECODER", 2, sync_kv_timeout=600_000)
     prompt.do(make, "kv", PAGED, 1)
     assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
@@ -425,6 +426,7 @@ def test_a_claim_in_hand_while_another_thread_ends_the_link_is_not_kept(family: 
 
 
 def test_what_a_peer_says_after_the_end_of_its_link_is_not_heard(end: LocalEnd) -> None:
+    """Regression: a grant stayed claimed for a link that had ended."""
     end.start("PROMPT", 1, listen_ip_info="127.0.0.1:0")
     end.do(make, "kv", PAGED, 1)
     first, second = (end.do(give, [block]) for block in (1, 2))

@@ -108,6 +108,7 @@ def test_where_cma_is_refused_non_pool_memory_goes_over_lanes(strangers: tuple[C
 def test_an_end_that_leaves_the_choice_takes_what_the_other_asks_for(
     shm_pair: Pair, one: str, other: str, turned: bool, used: tuple[str, str | None] | None
 ) -> None:
+    """Regression: a forced transport beside ``auto`` was refused, because both sides had to choose alike."""
     prompt, decoder = shm_pair.prompt, shm_pair.decoder
     here, there = (other, one) if turned else (one, other)
     prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": there})
@@ -143,6 +144,7 @@ def paged(pair: Pair, spec: Spec, **settings: Any) -> tuple[Bytes, Bytes]:
 
 
 def test_lanes_that_break_come_back_and_nobody_is_told(tcp_pair: Pair) -> None:
+    """Regression: two lanes lost one after the other came back as one, because reconnections ran beside each other."""
     src, dst = paged(tcp_pair, PAGED)
     ends = ((tcp_pair.prompt, 2), (tcp_pair.decoder, 1))
     lanes = len(tcp_pair.decoder.do(_loads, 1))
@@ -190,7 +192,10 @@ def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair) -> None
 
 
 def test_a_pull_over_lanes_does_not_mind_another_ones_timeout(tcp_pair: Pair) -> None:
-    """A write that is given up half way costs its lane: what else is on that lane is tried again."""
+    """A write that is given up half way costs its lane: what else is on that lane is tried again.
+
+    Regression: lanes that broke failed a transfer while its link lived.
+    """
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     src, dst = paged(tcp_pair, PAGED)
     decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0], [0])

@@ -118,6 +118,7 @@ def calls(datadist: LLMDataDist, v1: bool, blocks: bool) -> tuple[Any, Callable[
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("v1", [True, False])
 def test_r20_i11_foreign_handles_give_nothing_back(v1: bool, blocks: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: an equal id of another LLMDataDist, or of an earlier init, gave back a cache of this one."""
     settings = {"enable_cache_manager": not v1}
     first, second = live(1, **settings), live(2, **settings)
     allocate, deallocate, count = calls(first, v1, blocks)

@@ -228,7 +228,10 @@ def test_r19_more_links_than_512_cost_no_thread_each_and_move_data(shm_pair: Pai
 def test_both_ends_dial_at_once_many_times_and_end_with_one_link(
     pair: Pair, tmp_path: Path, backend: str | None, wanted: bool, threads: int
 ) -> None:
-    """And with none after an unlink by either of them, or by both at once."""
+    """And with none after an unlink by either of them, or by both at once.
+
+    Regression: both sides dialled at once, and each kept another connection.
+    """
     linking.start_both(pair.prompt, pair.decoder, pair.transport, **({"transfer_backend": backend} if backend else {}))
     ends = (pair.prompt, pair.decoder)
     for number in range(12 if threads == 1 else 4):
@@ -361,7 +364,10 @@ def last_pin(world: World) -> int:
 
 
 def test_what_is_pinned_while_another_thread_ends_the_link_is_not_kept(pair: Pair) -> None:
-    """By a Resolve, and, over tcp, by a read by key, which comes over a lane."""
+    """By a Resolve, and, over tcp, by a read by key, which comes over a lane.
+
+    Regression: memory stayed pinned for a link that had ended.
+    """
     keys = CacheKey(1, 1), CacheKey(1, 2)
     prompt, decoder = pair.start(sync_kv_timeout=600_000)
     prompt.do(make, "rows", Spec(keys=keys), 1)
@@ -556,7 +562,10 @@ def test_i13_a_link_and_a_communicator_stand_in_the_way_whichever_end_made_it(sh
 
 
 def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer has it already when this end is asked to switch."""
+    """The peer has it already when this end is asked to switch.
+
+    Regression: ``switch_role`` did not look at a link on its way.
+    """
     local_pair.start(linked=False)
     decoder = local_pair.decoder
     at_the_gate, go = threading.Event(), threading.Event()
@@ -580,6 +589,7 @@ def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypat
 
 @pytest.mark.parametrize("free", [True, False])
 def test_a_link_made_meanwhile_costs_no_listener(local_pair: Pair, monkeypatch: pytest.MonkeyPatch, free: bool) -> None:
+    """Regression: the new address shared the port of the old one, and a link made in between left no listener."""
     decoder = local_pair.decoder
     linking.start_both(local_pair.prompt, decoder, local_pair.transport)
     port = decoder.port

@@ -168,7 +168,10 @@ def test_readers_are_told_before_the_memory_goes(world: World) -> None:
 
 
 def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(world: World) -> None:
-    """remove_cache_key in one thread, the end of the last pin in another: either may be carried out first."""
+    """remove_cache_key in one thread, the end of the last pin in another: either may be carried out first.
+
+    Regression: ``remove_cache_key`` raised ValueError, and could have voided the guard of another cache for good.
+    """
     store, peer = world.probe.engine.store, object()
     cache = world.cm.allocate_cache(desc(), [CacheKey(1, 77)])
     pin = store.registry.pin(peer, time.monotonic() + 60, key=(0, 77, 0))

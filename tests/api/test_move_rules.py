@@ -35,6 +35,7 @@ def _pull_too_many_tensors(world: World) -> None:
 
 
 def test_a_cache_with_more_tensors_than_a_frame_can_name_is_refused_and_not_waited_for(shm_pair: Pair) -> None:
+    """Regression: the owner sent no refusal, and the caller waited."""
     shm_pair.start()
     shm_pair.prompt.do(_publish_too_many_tensors)
     with pytest.raises(ParamError, match="too many tensors"):

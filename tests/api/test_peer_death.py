@@ -490,6 +490,7 @@ def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
 
 
 def test_a_loss_in_the_moment_of_an_unlink_is_not_dialled_again(shm_pair: Pair) -> None:
+    """Regression: the link came back: it was dialled although this side had given it up."""
     shm_pair.start()
     with frozen(shm_pair.prompt):
         assert shm_pair.decoder.do(unlink_in_the_moment_of_a_loss, 1, shm_pair.prompt.port) == SUCCESS
@@ -515,6 +516,7 @@ def texts_in_the_moment_of_a_loss(world: World, peer: int) -> list[str]:
 
 
 def test_who_finds_no_link_is_told_at_once_what_became_of_it(shm_pair: Pair) -> None:
+    """Regression: the reason was noted after the link had gone."""
     shm_pair.start()
     assert "; the link was lost 0." in shm_pair.decoder.do(texts_in_the_moment_of_a_loss, 1)[0]
 

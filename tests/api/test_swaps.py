@@ -439,6 +439,7 @@ def test_r01_r16_r17_swap_refuses_what_is_no_cache_and_what_breaks_a_rule(full: 
 
 @pytest.mark.parametrize("shift", [-64, 64, 63, -(DEVICE_BLOCKS - 1) * 64, (DEVICE_BLOCKS - 1) * 64])
 def test_r26_operands_that_overlap_without_being_the_same_are_refused(full: LocalEnd, shift: int) -> None:
+    """Regression: bytes of overlapping operands were mixed, because only identical ones were looked for."""
     addrs = [address + shift for address in full.world.caches["device"].tensor_addrs]
     host = Cache.create_cpu_cache(described(DEVICE_BLOCKS, placement=Placement.HOST), addrs)
     refuse_swaps(full, both_ways(RULE, host, "device", "src_cache", "dst_cache", "overlap", pairs={0: 0, 1: 1}))

@@ -364,6 +364,7 @@ def give_back(world: World) -> None:
 def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
     route: tuple[Pair, bool], by: str, change: Callable[[Pair, str], Bytes]
 ) -> None:
+    """Regression: layers of one destination went to two places, and the transfer succeeded."""
     pair, rca = route
     prompt, decoder = pair.prompt, pair.decoder
     prompt.do(make, "kv", SIX_BLOCKS if rca else Spec(6, 4, STRIDE, memory=by), 1)
@@ -385,7 +386,10 @@ def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
 @pytest.mark.parametrize("by_address", ["auto"], indirect=True)
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
 def test_r07_by_address_what_may_be_written_is_not_given_away(by_address: Pair, tmp_path: Path, blocks: bool) -> None:
-    """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache."""
+    """The sender stands before its copy, over cma and without remote cache access, when the owner frees the cache.
+
+    Regression: memory that a sender might still write was given to another cache.
+    """
     prompt, decoder = by_address.prompt, by_address.decoder
     prompt.do(make, "kv", Spec(6, 4, STRIDE, blocks=blocks), 1)
     decoder.do(make, "kv", SIX_PAGED, 2)
@@ -618,7 +622,10 @@ def test_finalize_ends_a_transfer_that_waits_for_its_synchronizer_and_later_ones
 
 
 def test_a_synchronizer_may_finalize(local_pair: Pair) -> None:
-    """The one thing finalize cannot wait for is the thread that called it."""
+    """The one thing finalize cannot wait for is the thread that called it.
+
+    Regression: finalize joined its own thread and raised.
+    """
     started(local_pair)
     dd = here(local_pair).dd
     finalizing = Acting(dd.finalize)
@@ -649,7 +656,10 @@ def test_finalize_ends_a_transfer_in_the_middle_of_a_layer(local_pair: Pair, tmp
 
 
 def test_an_interpreter_that_ends_lets_a_moving_transfer_come_to_its_end() -> None:
-    """As a thread that is no daemon would: a script that starts a transfer last and ends has sent it."""
+    """As a thread that is no daemon would: a script that starts a transfer last and ends has sent it.
+
+    Regression: jobs of one LLMDataDist were taken down while another one's still sent to it.
+    """
     done = run(sys.executable, "-W", "error", "-c", _SENDS_LAST)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[<LLMStatusCode.LLM_SUCCESS:", "0>]"], (done.stdout, done.stderr)

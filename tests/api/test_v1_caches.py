@@ -196,6 +196,7 @@ def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, p
 
 
 def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cache_and_outlive_it(end: LocalEnd) -> None:
+    """Regression: a copy of a handle owned the memory too, and gave its cache back."""
     start_end(end, "PROMPT", **DIRECT)
     manager = end.world.dd.kv_cache_manager
     cache = manager.allocate_cache(desc())
@@ -919,6 +920,7 @@ def _pull_until_unlinked(world: World) -> list[str]:
 
 
 def test_r22_whatever_a_lost_prompt_interrupts_the_error_names_the_call(shm_pair: Pair) -> None:
+    """Regression: the error named the message that was being sent, not the call."""
     shm_pair.start(**POOL)
     shm_pair.prompt.do(kv_make, "kv", desc(), 1, (), True, BLOCKS)
     shm_pair.decoder.do(kv_make, "kv", desc(), 2, (), True)

@@ -39,6 +39,7 @@ def test_views_are_the_memory_itself_in_the_descriptors_shape_and_type(world: Wo
 
 
 def test_a_descriptor_that_grew_since_shows_no_neighbour(world: World) -> None:
+    """Regression: views showed the memory of a neighbour."""
     desc = CacheDesc(1, [2, 3], DataType.DT_FLOAT)
     cache = world.cm.allocate_cache(desc)
     desc.update_dim(0, 4000)

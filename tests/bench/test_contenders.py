@@ -175,7 +175,10 @@ def test_copies_every_byte_and_no_other(size: int, streaming: bool, threads: int
 
 
 def test_where_the_caller_may_run_is_its_own_affair() -> None:
-    """Also where the other threads have ended before they could be told where to run: there are no blocks at all."""
+    """Also where the other threads have ended before they could be told where to run: there are no blocks at all.
+
+    Regression: a limit set the CPUs of a thread that had ended, and so those of its own process.
+    """
     none = RawBlocks(np.zeros(0, np.uint64), 64)
     move_process(none, none, os.getpid(), threads=2)
     before = os.sched_getaffinity(0)

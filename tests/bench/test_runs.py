@@ -112,7 +112,10 @@ def _children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize(("number", "to"), [(SIGINT, os.kill), (SIGKILL, os.kill), (SIGINT, os.killpg)])
 def test_a_signal_ends_the_workers_too(number: Signals, to: Callable[[int, int], None]) -> None:
-    """A terminal interrupts the workers as well."""
+    """A terminal interrupts the workers as well.
+
+    Regression: the workers lived on; and children inherited an ignored SIGINT under ``make test &``.
+    """
     options = ["--blocks", "200", "--passes", "1000", "--against", ","]
     command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", *options]
     pipe = subprocess.PIPE

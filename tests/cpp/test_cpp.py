@@ -179,6 +179,7 @@ def test_the_reason_is_logged_and_kept_for_its_thread(one: LlmDataDist, caplog: 
 
 
 def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure(shm_pair: Pair) -> None:
+    """Regression: only the log told why a link call had failed."""
     port = start_pair(shm_pair, linked=False)
     two_ips = ClusterInfo(3, remote_ip_infos=[IpInfo("127.0.0.1", port), IpInfo("127.0.0.1", port)])
     wrong = cluster(4, port)
@@ -273,6 +274,7 @@ def _sent(cache: Cache) -> Any:
 
 
 def test_a_copy_of_the_struct_is_the_same_fields_and_never_a_copy_of_the_memory(end: LocalEnd) -> None:
+    """Regression: a copied Cache took the pool along, because its memory was pickled."""
     end.do(start, LlmRole.kMix, 1, "auto", {"llm.HostMemPoolConfig": ""})
     wanted = end.do(made, "kv", Shape(), 1)
     cache = end.world.memory["cache kv"]

@@ -89,6 +89,7 @@ def error_of(relayed: Relayed, end: End, *pull: Any) -> BaseException | None:
 def test_a_handshake_that_is_harmed_fails_in_time_and_leaves_nothing(
     relayed: Relayed, stream: Kind, direction: Direction, at: int, harm: str
 ) -> None:
+    """Regression: a handshake that broke the protocol was reported with another status."""
     relayed.relay.plan(stream, direction, HARM[harm](at))
     lane = stream == "lane"
     ends = harm in ENDS or (lane and harm != "drop")  # else somebody may wait for what never comes
@@ -198,7 +199,10 @@ def test_lanes_that_are_harmed_fail_a_transfer_or_are_made_again_and_the_link_st
 @OVER_TCP
 @pytest.mark.parametrize("puller", ["decoder", "prompt"])
 def test_attack_poc6_lanes_that_a_network_has_forgotten_cost_one_call(relayed: Relayed, puller: str) -> None:
-    """Lanes lose what they have acknowledged, and the link answers. Only the decoder can dial new ones."""
+    """Lanes lose what they have acknowledged, and the link answers. Only the decoder can dial new ones.
+
+    Regression: both sides believed in such a lane for ever.
+    """
     here, there = (relayed.decoder, relayed.prompt) if puller == "decoder" else (relayed.prompt, relayed.decoder)
     source = there.do(make, "source", Spec(blocks=True, blocks_key=BLOCKS), 1)
     target = here.do(make, "target", Spec(blocks=True), 2)
@@ -222,6 +226,7 @@ def test_attack_poc6_lanes_that_a_network_has_forgotten_cost_one_call(relayed: R
 def test_a_push_whose_lanes_break_in_the_middle_is_repeated_into_the_cache_it_was_going_to_or_not_at_all(
     tcp_pair: Pair, tmp_path: Path, rebound: bool
 ) -> None:
+    """Regression: the push was repeated into the cache to which its key was bound meanwhile."""
     tcp_pair.start(linked=False, rca=True)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder
     assert prompt.port is not None
@@ -248,7 +253,10 @@ def test_a_push_whose_lanes_break_in_the_middle_is_repeated_into_the_cache_it_wa
 
 @pytest.mark.parametrize("again", [False, True], ids=["alone", "a later push"])
 def test_a_push_that_was_given_up_writes_nothing_once_the_owner_has_been_told(tcp_pair: Pair, again: bool) -> None:
-    """What the network still holds of it arrives after the owner was told, or after a later push has succeeded."""
+    """What the network still holds of it arrives after the owner was told, or after a later push has succeeded.
+
+    Regression: bytes on a stalled lane overwrote those of a later push over another lane.
+    """
     spec = Spec(tensors=2, rows=4, stride=64 << 10, blocks=True)  # one lane carries a push
     tcp_pair.start(linked=False, rca=True, sync_kv_timeout=600)
     prompt, decoder = tcp_pair.prompt, tcp_pair.decoder

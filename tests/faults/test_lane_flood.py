@@ -95,6 +95,7 @@ def whole() -> NDArray[np.uint64]:
 def test_rule_10_ten_thousand_reads_whose_answers_nobody_reads_cost_bounded_memory(
     tcp_pair: Pair, flood: Flood
 ) -> None:
+    """Regression: requests of one peer held more than 64 MiB."""
     owner = tcp_pair.prompt
     before = owner.do(anonymous_bytes)
     worst = 0
@@ -118,6 +119,7 @@ def test_rule_10_ten_thousand_reads_whose_answers_nobody_reads_cost_bounded_memo
 def test_rule_10_the_longest_requests_on_all_lanes_there_can_be_cost_bounded_memory(
     tcp_pair: Pair, flood: Flood
 ) -> None:
+    """Regression: 16 lanes were allowed on one link."""
     owner = tcp_pair.prompt
     before = owner.do(anonymous_bytes)
     offsets = np.arange(MAX_REQUEST_RUNS, dtype=np.uint64) * np.uint64(2)

@@ -89,7 +89,10 @@ def begin_meeting(
 
 @pytest.mark.parametrize(("step", "transport"), list(zip(MEETING, cycle(["shm", "tcp"]))))
 def test_r22_killed_while_joining(end: LocalEnd, victim: ChildEnd, tmp_path: Path, step: str, transport: str) -> None:
-    """Whatever the survivor makes of it, its link is gone, nothing is left, and the successor joins."""
+    """Whatever the survivor makes of it, its link is gone, nothing is left, and the successor joins.
+
+    Regression: a member in the handshake was counted, and both sides disagreed for good whether they are linked.
+    """
     name, ranks = begin_meeting(end, victim, step, tmp_path, transport)
     victim.kill()
     alone(end)
@@ -114,6 +117,7 @@ def test_r22_killed_while_joining(end: LocalEnd, victim: ChildEnd, tmp_path: Pat
 def test_a_member_that_stands_still_until_the_attempt_is_over_is_met_by_the_next_one(
     end: LocalEnd, victim: ChildEnd, tmp_path: Path, step: str, transport: str
 ) -> None:
+    """Regression: the listening member counted one that stood still in the handshake, and both disagreed for good."""
     begin_meeting(end, victim, step, tmp_path, transport)
     dialler: End = victim if victim.cluster_id == 3 else end
     # The attempt that is held up can come to nothing any more.

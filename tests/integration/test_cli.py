@@ -256,6 +256,7 @@ def running() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
 
 @pytest.mark.parametrize("victim", ["prompt", "demo", None])
 def test_a_role_that_dies_and_an_interrupt_end_the_demo_and_leave_no_process(victim: str | None) -> None:
+    """Regression: children inherited an ignored SIGINT under ``make test &``."""
     with running() as (demo, started):
         if victim is None:
             os.killpg(demo.pid, signal.SIGINT)

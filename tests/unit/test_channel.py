@@ -159,6 +159,7 @@ def test_asyncio_and_input_have_their_turns_beside_one_that_always_goes_on(contr
 
 
 def test_asyncio_is_not_told_of_what_a_served_callback_has_closed(control: ControlLoop) -> None:
+    """Regression: the control thread ended with a KeyError."""
     told: list[int] = []
     ours, theirs = socket.socketpair()
 

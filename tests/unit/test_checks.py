@@ -242,6 +242,7 @@ for _ in range(2):
 
 
 def test_where_no_memory_at_all_is_left_the_error_still_says_so_each_time() -> None:
+    """Regression: ``init`` raised a plain MemoryError: there was no memory for the text of OutOfMemory either."""
     command = [sys.executable, "-c", FULL]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (ended.stdout, ended.stderr) == ("fill: this process has no memory left: MemoryError()\n" * 2, "")

@@ -159,6 +159,7 @@ def move(connection: Connection, data: twin.Bytes, *, write: bool = False, order
 
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a push whose first part was refused was repeated, after another lane had written parts."""
     handler, into = Handler(), np.zeros(64, np.uint8)
     ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
     with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
@@ -251,6 +252,7 @@ def test_an_answer_settles_only_the_writes_that_the_owner_was_told_of_before_it(
 
 
 def test_a_forked_child_closes_the_lanes_that_wait_for_a_link() -> None:
+    """Regression: lanes that waited for their link had no engine that closed them in the child."""
     far, near = socket.socketpair()
     lanes = Lanes(1, Handler())
     with far, near:
@@ -379,7 +381,10 @@ def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExe
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 @pytest.mark.parametrize("kind", [READ, WRITE], ids=["read", "write"])
 def test_a_small_transfer_passes_a_large_one(kind: int, ordered: bool) -> None:
-    """The large one leaves a lane alone, and a read asks for its third part when the first has come."""
+    """The large one leaves a lane alone, and a read asks for its third part when the first has come.
+
+    Regression: a large transfer filled every lane.
+    """
     sources = twin.noise(1, 1, LARGE) + twin.noise(2, 1, 64)
     copies = [np.zeros_like(each) for each in sources]
     (large, small), (theirs, small_theirs) = (sources, copies) if kind == WRITE else (copies, sources)

@@ -112,6 +112,7 @@ def run(dials: list[Iterator[None]], order: Iterator[int]) -> None:
 def test_dials_of_both_ends_leave_one_link_and_never_replace_a_link_that_was_told(
     sides: list[bool], order: list[int], swapped: bool, loser: bool, both: bool
 ) -> None:
+    """Regression: both sides dialled at once, and each kept another connection."""
     ends = End(1, b"b" if swapped else b"a"), End(2, b"a" if swapped else b"b")
     run([dial(ends[side], ends[not side]) for side in sides], iter(order))
     (name,) = ends[0].usable()
@@ -178,6 +179,7 @@ def test_a_commit_waits_for_an_unlink_a_closed_table_takes_no_link_and_one_links
 
 
 def test_r22_what_this_end_unlinked_does_not_come_back_by_a_redial_until_somebody_links() -> None:
+    """Regression: a link lost in the moment of its unlink came back."""
     here, there = End(1, b"a"), End(2, b"b")
 
     def knock(sequence: int, *, reconnected: bool) -> Link:

@@ -194,7 +194,7 @@ def test_more_bytes_than_can_be_counted_are_refused() -> None:
 
 
 def test_what_is_cancelled_gives_no_digest(pool: CopyPool) -> None:
-    """Nor what is too late."""
+    """Nor what is too late. Regression: a digest went on to the deadline of its cancelled call."""
     tensors = twin.noise(15, 1, 8 * MIB)
     end = PlanSide(plan_of([(0, 0, 8 * MIB)]), twin.tensors_of(tensors), is_dst=False)
     for helpers in (None, pool):

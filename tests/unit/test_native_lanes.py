@@ -181,7 +181,10 @@ def test_a_write_that_waits_for_its_grant_holds_up_only_its_lane() -> None:
 
 @pytest.mark.parametrize("by", ["time", "a flag before", "a flag meanwhile"])
 def test_a_wait_that_is_cancelled_gives_its_job_up(by: str) -> None:
-    """Or whose time is over. Its bytes come later, are dropped, and the lane goes on."""
+    """Or whose time is over. Its bytes come later, are dropped, and the lane goes on.
+
+    Regression: a cancelled call over tcp went on to its deadline.
+    """
     source = twin.noise(8, 1, 3 * MIB)[0]
     into, again, flag = np.zeros(source.size, np.uint8), np.zeros(100, np.uint8), bytearray(1)
     with joined() as ends:
@@ -242,6 +245,7 @@ def test_a_read_given_up_half_way_writes_nothing_more(plan: Plan, extent: int, s
 def test_quiesce_takes_memory_from_under_a_running_write(
     plan: Plan, extent: int, small: bool, engine: LaneEngine
 ) -> None:
+    """Regression: a refusal did not say whether bytes had been written, and the push succeeded."""
     memory, first = np.zeros(extent, np.uint8), int(plan.runs[0, 0])
     with Wire(engine) as wire:
         wire.send(WRITE, 5, b"", bytes([9]), declared=plan.nbytes)

@@ -184,7 +184,10 @@ def test_the_initiator_learns_of_the_trailer(engine: LaneEngine) -> None:
 def test_a_write_whose_guard_changes_on_its_way_is_not_good(
     engine: LaneEngine, guards: GuardTable, wrong: str, code: int
 ) -> None:
-    """Where it has changed before, or the grant has another size than the payload, nothing is touched."""
+    """Where it has changed before, or the grant has another size than the payload, nothing is touched.
+
+    Regression: a push whose memory changed after its first byte succeeded.
+    """
     memory, guard = np.zeros(BIG + 1, np.uint8), guards.allocate()
     with Wire(engine) as wire:
         wire.send(WRITE, 5, b"m", bytes([9]), declared=BIG)

@@ -54,6 +54,7 @@ def test_a_value_out_of_range_is_named(values: list[int], at: int, bad: int) -> 
 
 @given(INDICES)
 def test_r01_none_among_the_elements_is_a_none_argument(values: list[int]) -> None:
+    """Regression: native code read None as a number."""
     with pytest.raises(NoneArgument) as caught:
         parse_indices("src_blocks", [*values, None])
     assert str(caught.value) == f"src_blocks[{len(values)}] is None: must be a block number"

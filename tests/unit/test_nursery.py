@@ -24,6 +24,7 @@ def pool_addresses(world: World) -> list[int]:
 
 
 def test_children_have_a_pipe_and_no_descriptor_of_their_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: children kept descriptors of their siblings, because all were forked from one process."""
     before = residue()
     ends = [ChildEnd(f"child {number}") for number in range(3)]
     seen = [end.do(look) for end in ends]
@@ -45,6 +46,7 @@ def test_children_have_a_pipe_and_no_descriptor_of_their_siblings(monkeypatch: p
 
 @pytest.mark.parametrize("look", [scene.residue, residue], ids=["scene", "world"])
 def test_a_thread_and_a_descriptor_too_many_are_seen_and_a_thread_that_has_left_is_no_difference(look: Any) -> None:
+    """Regression: a thread of the test before, which was still leaving, was counted as a leak."""
     now = look()
     gone = max(now["kernel threads"]) + (1 << 22)  # more than the system gives out
     before = now | {"kernel threads": sorted([*now["kernel threads"], gone])}

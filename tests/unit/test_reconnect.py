@@ -243,7 +243,10 @@ def test_a_cancel_waits_for_the_attempt_that_goes_on_as_long_as_it_may(attempts:
 
 
 def test_a_link_that_is_lost_while_it_is_brought_up_is_dialled_again(attempts: Attempts) -> None:
-    """The dialling thread says that it is linked after the control thread has found it lost."""
+    """The dialling thread says that it is linked after the control thread has found it lost.
+
+    Regression: the dialling thread dropped the dial that the new loss had begun.
+    """
 
     def lose() -> None:
         attempts.outcome = lambda: None
@@ -272,7 +275,10 @@ def test_the_dial_of_an_earlier_link_gives_way_to_that_of_a_later(attempts: Atte
 def test_a_loss_that_two_threads_notice_is_dialled_again_unless_one_unlinks(
     second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second thread ends the link between two steps of the first, whose link the table has until then."""
+    """The second thread ends the link between two steps of the first, whose link the table has until then.
+
+    Regression: the slower of the two threads dropped the dial of both.
+    """
     manager = LinkManager(Mock(ControlLoop), Mock(Endpoint), Mock(max_links=9), {}, Mock(), Mock())
     link, begin, told = lost(), manager._reconnector.begin, []
     link.ready(Mock(Channel))
@@ -331,6 +337,7 @@ def test_a_member_is_dialled_at_once_or_a_little_later_and_never_less_than_twice
 
 
 def test_many_that_never_come_cost_so_many_attempts_in_all_and_no_more(now: float) -> None:
+    """Regression: each was dialled at its own rate, and together they kept a CPU busy."""
     for crowd in (300, 1500, 10_000):
         assert crowd / min(pauses(crowd, now)) < 160
 

@@ -425,6 +425,7 @@ def test_a_tensor_over_an_array_is_the_array() -> None:
 
 
 def test_both_of_numpys_types_for_one_integer_are_that_integer() -> None:
+    """Regression: a Tensor refused arrays of the other NumPy type for int64."""
     int64 = DataType.DT_INT64
     for name, dtype in ((np.longlong, int64), (np.ulonglong, DataType.DT_UINT64), (np.int_, int64)):
         array = np.arange(3, dtype=name)
