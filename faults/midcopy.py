@@ -1,7 +1,8 @@
 """Stops a process inside a copy by luck, and looks at its threads and memory from outside.
 
 :func:`stop_inside_copy` watches the destination until the first byte has changed, then sends SIGSTOP, and says whether
-it was in time. Callers that need a number of trials repeat those that it missed. It needs no right, while
+it was in time. Callers that need a number of trials repeat those that it missed, and set ``llm.CopyThreads`` to 1: of
+several copy threads the last byte is not the last to arrive. It needs no right, while
 :class:`~faults.page_trap.PageTrap` is exact, but the kernel may deny it.
 """
 
