@@ -1,6 +1,7 @@
 """``llm-datadist`` as a user types it: help, version, completion, mistakes; the demo, which leaves nothing running."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ typer = pytest.importorskip("typer")
 
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
 from llm_datadist.cli.app import app  # noqa: E402
-from llm_datadist.demo.workload import DemoWorkload  # noqa: E402
+from llm_datadist.demo.model import DemoWorkload  # noqa: E402
 from tests.support import source  # noqa: E402
 from tests.support.authority import secret_file  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
@@ -201,7 +202,8 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: s
     assert [result[each] for each in ("ok", "tokens_equal", "kv_equal", "error")] == [True, True, True, None]
     assert len(result["tokens"]) == workload.generate == 32
     assert result["blocks"] == (blocks := -(-workload.prompt_tokens // workload.block_tokens))
-    assert result["bytes"] == blocks * workload.num_tensors * workload.block_bytes
+    tensors, _, *block = workload.shape
+    assert result["bytes"] == blocks * tensors * math.prod(block) * 4
     assert result["seconds"] > 0
     assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
     assert result["reason"]
@@ -229,7 +231,7 @@ def ran_and_ended(progress: str, roles: set[str]) -> None:
     started = processes(progress)
     assert set(started) == roles | {"reference"}
     assert all(has_ended(pid) for pid in started.values())
-    for step in ("prefill", "published", "linked", "pulled", "generate"):
+    for step in ("prefill", "published", "linked", "pulled", "generated"):
         assert step in progress
 
 

@@ -15,8 +15,7 @@ from llm_datadist.cli.store import stores
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, about, answer, examples
 from llm_datadist.config import TRANSPORT
-from llm_datadist.demo.runner import run_demo
-from llm_datadist.demo.workload import DemoMemory, DemoTransport, Setup
+from llm_datadist.demo.runner import DemoMemory, DemoTransport, run_demo
 
 app = typer.Typer(
     name="llm-datadist",
@@ -73,7 +72,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
     """Move a real KV cache from a prompt to a decoder process. Compare its tokens with those of one process."""
-    raise typer.Exit(run_demo(Setup(transport, memory), as_json=as_json, secure=secure))
+    raise typer.Exit(run_demo(transport, memory, as_json=as_json, secure=secure))
 
 
 app.command(

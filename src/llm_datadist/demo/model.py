@@ -1,4 +1,4 @@
-"""A small Llama-style transformer in NumPy, with seeded weights, over a paged KV cache.
+"""A small transformer in NumPy, with seeded weights, over a paged KV cache.
 
 Keys and values exist only in the cache's blocks: a wrong or missing block changes the tokens.
 """
@@ -6,214 +6,135 @@ Keys and values exist only in the cache's blocks: a wrong or missing block chang
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 Array = NDArray[np.float32]
-Progress = Callable[[int, int], None]
-"""Takes how many tokens are done, of how many."""
-
-_NORM_EPSILON: Final = np.float32(1e-5)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes of the model.
+class DemoWorkload:
+    """Sizes of the model, which has two tensors (K, V) for each layer, and of the work.
 
-    Attributes:
-        layers: Transformer layers; the cache has two tensors (K, V) for each.
-        hidden: Width of the residual stream.
-        heads: Query heads, each of size ``hidden / heads``.
-        kv_heads: Key and value heads.
-        ffn: Width of the feed-forward layer.
-        rope_base: Base of the rotary frequencies.
+    The decoder generates ``generate`` tokens. A cache has ``pool_blocks``, used or not.
     """
 
     layers: int = 8
-    hidden: int = 256
-    heads: int = 4
-    kv_heads: int = 2
-    ffn: int = 704
+    heads: int = 2
+    head_dim: int = 64
     vocab: int = 4096
-    rope_base: float = 10000.0
-    seed: int = 2
+    prompt_tokens: int = 1000
+    generate: int = 32
+    block_tokens: int = 16
+    pool_blocks: int = 96
+    seed: int = 5
 
     @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        return self.hidden // self.heads
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Tensors, and the shape of each."""
+        return (2 * self.layers, self.pool_blocks, self.block_tokens, self.heads, self.head_dim)
+
+    def prompt(self) -> NDArray[np.int64]:
+        """Return the prompt's tokens."""
+        return np.random.default_rng(self.seed).integers(0, self.vocab, self.prompt_tokens)
+
+    def blocks(self, *, shifted: bool) -> list[int]:
+        """Return the scattered block numbers of the prompt side, or the decoder's, which differ at every place."""
+        blocks: list[int] = np.random.default_rng(self.seed).permutation(self.pool_blocks).tolist()
+        return blocks[1:] + blocks[:1] if shifted else blocks
 
 
 class PagedKV:
-    """Keys and values of one sequence, in blocks anywhere in ``tensors``.
+    """Keys and values of one sequence of ``length`` tokens, in ``blocks``, in sequence order, of ``tensors``.
 
-    Attributes:
-        blocks: Block numbers, in sequence order.
-        length: Tokens in the cache.
+    These are K0, V0, K1, V1, ..., each (num_blocks, block_tokens, heads, head_dim), used without a copy.
     """
 
-    def __init__(self, tensors: Sequence[Array], blocks: Sequence[int], length: int = 0) -> None:
-        """Use ``tensors`` (K0, V0, K1, V1, ..., each (num_blocks, block_tokens, kv_heads, head_dim)) without a copy."""
-        self._tensors = list(tensors)
+    def __init__(self, tensors: list[Array], blocks: list[int], length: int = 0) -> None:
+        self._tensors = tensors
         self._block_tokens = tensors[0].shape[1]
-        self.blocks = np.array(blocks, dtype=np.int64)
+        self._blocks = np.array(blocks, dtype=np.int64)
         self.length = length
 
-    def write(self, layer: int, keys: Array, values: Array) -> None:
-        """Write the keys and values, shape (T, kv_heads, head_dim), of the tokens after ``length``."""
-        slots = np.arange(self.length, self.length + len(keys))
-        where = (self.blocks[slots // self._block_tokens], slots % self._block_tokens)
-        self._tensors[2 * layer][where] = keys
-        self._tensors[2 * layer + 1][where] = values
+    def extend(self, index: int, values: Array) -> Array:
+        """Write what follows the ``length`` tokens into a tensor; return that of all tokens, (N, heads, head_dim)."""
+        slots = np.arange(self.length, self.length + len(values))
+        self._tensors[index][self._blocks[slots // self._block_tokens], slots % self._block_tokens] = values
+        return self.gather(index, self.length + len(values))
 
-    def read(self, layer: int, length: int) -> tuple[Array, Array]:
-        """Gather the keys and values of the first ``length`` tokens, shape (length, kv_heads, head_dim)."""
-        return self._gather(2 * layer, length), self._gather(2 * layer + 1, length)
-
-    def used_blocks(self) -> NDArray[np.int64]:
-        """Return the blocks that hold tokens, in sequence order."""
-        return self.blocks[: -(-self.length // self._block_tokens)]
+    def gather(self, index: int, length: int) -> Array:
+        """Return what a tensor has of the first ``length`` tokens."""
+        tensor = self._tensors[index]
+        gathered: Array = tensor[self._blocks[: -(-length // self._block_tokens)]]
+        return gathered.reshape(-1, *tensor.shape[2:])[:length]
 
     def digest(self) -> str:
         """Return the SHA-256 of all keys and values."""
         state = hashlib.sha256()
         for index in range(len(self._tensors)):
-            state.update(self._gather(index, self.length).tobytes())
+            state.update(self.gather(index, self.length).tobytes())
         return state.hexdigest()
 
-    def _gather(self, index: int, length: int) -> Array:
-        tensor = self._tensors[index]
-        blocks = self.blocks[: -(-length // self._block_tokens)]
-        gathered: Array = tensor[blocks].reshape(-1, *tensor.shape[2:])[:length]
-        return gathered
 
+class DemoModel:
+    """Weights from the workload's seed, and a forward step."""
 
-class _Layer(NamedTuple):
-    query: Array
-    key: Array
-    value: Array
-    output: Array
-    gate: Array
-    up: Array
-    down: Array
-
-
-class Llama:
-    """The model: weights from the seed, and a forward step."""
-
-    # Random weights attend to all tokens equally. Sharper scores make the output depend on single blocks.
-    _SHARPNESS: Final = 2.0
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        rng = np.random.default_rng(config.seed)
-        kv_width = config.kv_heads * config.head_dim
+    def __init__(self, work: DemoWorkload) -> None:
+        rng, width = np.random.default_rng(work.seed), work.heads * work.head_dim
 
         def weight(rows: int, columns: int, gain: float = 1.0) -> Array:
-            values = rng.standard_normal((rows, columns), dtype=np.float32)
-            return values * np.float32(gain / np.sqrt(rows))
+            return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / np.sqrt(rows))
 
-        self._embedding = rng.standard_normal((config.vocab, config.hidden), dtype=np.float32)
-        self._layers = [
-            _Layer(
-                query=weight(config.hidden, config.hidden, self._SHARPNESS),
-                key=weight(config.hidden, kv_width, self._SHARPNESS),
-                value=weight(config.hidden, kv_width),
-                output=weight(config.hidden, config.hidden),
-                gate=weight(config.hidden, config.ffn),
-                up=weight(config.hidden, config.ffn),
-                down=weight(config.ffn, config.hidden),
-            )
-            for _ in range(config.layers)
-        ]
-        self._head = weight(config.hidden, config.vocab)
+        # Random weights attend to all tokens equally. Sharper scores make the output depend on single blocks.
+        gains = {"query": 2.0, "key": 2.0, "value": 1.0, "output": 1.0, "up": 1.0, "down": 1.0}
+        self._head_dim = work.head_dim
+        self._embedding = weight(work.vocab, width, np.sqrt(work.vocab))
+        self._layers = [{name: weight(width, width, gain) for name, gain in gains.items()} for _ in range(work.layers)]
+        self._head = weight(width, work.vocab)
+
+    def generate(self, token: int, count: int, kv: PagedKV) -> list[int]:
+        """Feed ``token``; return the ``count`` most likely tokens that follow."""
+        tokens = [token]
+        for _ in range(count):
+            tokens.append(self.forward(np.array(tokens[-1:]), kv))
+        return tokens[1:]
 
     def forward(self, tokens: NDArray[np.int64], kv: PagedKV) -> int:
         """Append ``tokens``, shape (T,), to the sequence; return the most likely next token."""
-        start = kv.length
-        positions = np.arange(start, start + len(tokens))
+        positions = np.arange(kv.length, kv.length + len(tokens))
         x = self._embedding[tokens]
         for index, layer in enumerate(self._layers):
-            x = x + self._attention(index, layer, rms_norm(x), positions, kv)
-            x = x + _feed_forward(layer, rms_norm(x))
+            h = _normed(x)
+            query, key, value = ((h @ layer[n]).reshape(len(h), -1, self._head_dim) for n in ("query", "key", "value"))
+            keys, values = kv.extend(2 * index, _rotated(key, positions)), kv.extend(2 * index + 1, value)
+            x = x + _attend(_rotated(query, positions), keys, values, positions).reshape(h.shape) @ layer["output"]
+            x = x + np.tanh(_normed(x) @ layer["up"]) @ layer["down"]
         kv.length += len(tokens)
-        logits = rms_norm(x[-1:]) @ self._head
-        return int(np.argmax(logits))
-
-    def prefill(self, prompt: NDArray[np.int64], kv: PagedKV, chunk: int, progress: Progress | None = None) -> int:
-        """Run ``prompt`` in chunks of ``chunk`` tokens; return the first new token."""
-        token = -1
-        for start in range(0, len(prompt), chunk):
-            token = self.forward(prompt[start : start + chunk], kv)
-            if progress is not None:
-                progress(min(start + chunk, len(prompt)), len(prompt))
-        return token
-
-    def generate(self, token: int, count: int, kv: PagedKV, progress: Progress | None = None) -> list[int]:
-        """Feed ``token``; return the ``count`` most likely tokens that follow."""
-        tokens: list[int] = []
-        for done in range(1, count + 1):
-            token = self.forward(np.array([token]), kv)
-            tokens.append(token)
-            if progress is not None:
-                progress(done, count)
-        return tokens
-
-    def _attention(self, index: int, layer: _Layer, h: Array, positions: NDArray[np.int64], kv: PagedKV) -> Array:
-        config = self.config
-        count = len(h)
-        weights = (layer.query, layer.key, layer.value)
-        query, key, value = ((h @ each).reshape(count, -1, config.head_dim) for each in weights)
-        kv.write(index, rotate(key, positions, config.rope_base), value)
-        keys, values = kv.read(index, int(positions[-1]) + 1)
-        attended = attend(rotate(query, positions, config.rope_base), keys, values, positions)
-        return attended.reshape(count, config.hidden) @ layer.output
+        return int(np.argmax(_normed(x[-1:]) @ self._head))
 
 
-def rms_norm(x: Array) -> Array:
-    """Scale each row of ``x``, shape (T, hidden), to a root mean square of one."""
+def _normed(x: Array) -> Array:
+    """Scale each row of ``x``, shape (T, width), to a root mean square of one."""
     mean: Array = np.mean(x * x, axis=-1, keepdims=True)
-    result: Array = x / np.sqrt(mean + _NORM_EPSILON)
+    result: Array = x / np.sqrt(mean + np.float32(1e-5))
     return result
 
 
-def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
+def _rotated(x: Array, positions: NDArray[np.int64]) -> Array:
     """Rotate the halves of each head of ``x``, shape (T, heads, head_dim), by the positions' angles."""
     half = x.shape[-1] // 2
-    frequencies = base ** (-np.arange(half) / half)
-    angles = positions[:, None, None] * frequencies
+    angles = positions[:, None, None] * 10000.0 ** (-np.arange(half) / half)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     first, second = x[..., :half], x[..., half:]
     return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 
-def attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
-    """Return causal grouped-query attention, shape (T, heads, head_dim), for queries of that shape.
-
-    Keys and values, shape (N, kv_heads, head_dim), are of positions 0 to N - 1. A query sees those up to its own of the
-    ``positions``, shape (T,).
-    """
-    count, heads, head_dim = query.shape
-    length, kv_heads, _ = keys.shape
-    grouped = query.reshape(count, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)
-    scores = grouped.reshape(kv_heads, -1, head_dim) @ keys.transpose(1, 2, 0)
-    scores = (scores * np.float32(head_dim**-0.5)).reshape(kv_heads, -1, count, length)
-    scores = np.where(np.arange(length) > positions[:, None], np.float32(-np.inf), scores)
+def _attend(query: Array, keys: Array, values: Array, positions: NDArray[np.int64]) -> Array:
+    """Return causal attention of ``query``, shape (T, heads, head_dim), to what is at or before its ``positions``."""
+    scores = query.transpose(1, 0, 2) @ keys.transpose(1, 2, 0) * np.float32(query.shape[-1] ** -0.5)
+    scores = np.where(np.arange(len(keys)) > positions[:, None], np.float32(-np.inf), scores)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    mixed = weights.reshape(kv_heads, -1, length) @ values.transpose(1, 0, 2)
-    result: Array = mixed.reshape(kv_heads, -1, count, head_dim).transpose(2, 0, 1, 3).reshape(query.shape)
-    return result
-
-
-def _feed_forward(layer: _Layer, h: Array) -> Array:
-    gate: Array = h @ layer.gate
-    result: Array = (gate / (np.float32(1) + np.exp(-gate)) * (h @ layer.up)) @ layer.down
-    return result
+    mixed: Array = (weights / weights.sum(axis=-1, keepdims=True)) @ values.transpose(1, 0, 2)
+    return mixed.transpose(1, 0, 2)

@@ -1,11 +1,16 @@
-"""The demo's two sides, written as users would write them, and the reference run."""
+"""The demo's roles, written as users would write them: ``python -m llm_datadist.demo.roles ROLE TRANSPORT ...``.
+
+A role prints lines for the user, and results in JSON behind :data:`RESULT`. The decoder reads the offer from standard
+input; the prompt side serves until that input ends. So all of them end with the process that started them.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,151 +25,144 @@ from llm_datadist import (
     LLMRole,
     LLMStatusCode,
 )
-from llm_datadist.demo.messages import DemoOffer, DemoOutcome, DemoProgress, Event, Reference, Said
-from llm_datadist.demo.model import Llama, PagedKV, Progress
-from llm_datadist.demo.workload import DemoMemory, DemoWorkload, Setup
+from llm_datadist.demo.model import Array, DemoModel, DemoWorkload, PagedKV
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Iterator
 
-
-Emit = Callable[[Event], None]
-"""Receiver of a role's events."""
-
-_PROMPT_ID: Final = 0
-_DECODER_ID: Final = 1
+#: Begins a result; all else that a role prints is for the user.
+RESULT: Final = "\x1eresult "
 _HOST: Final = "127.0.0.1"
-_PAGE_SHIFT: Final = 16
-_LINK_TIMEOUT_MS: Final = 5_000
-# Far above the pull's time: a loaded machine must not fail the demo.
-_PULL_TIMEOUT_MS: Final = 10_000
+# Far above what link and pull take: a loaded machine must not fail the demo.
+_TIMEOUT_MS: Final = 10_000
+_KEY: Final = BlocksCacheKey(0, 0)
+_WORK: Final = DemoWorkload()
+_BLOCKS: Final = -(-_WORK.prompt_tokens // _WORK.block_tokens)
 
 
-def run_reference(workload: DemoWorkload, emit: Emit) -> Reference:
-    """Run prompt and generation in this process on plain NumPy memory, without the library."""
-    model = Llama(workload.model)
-    tensors = [np.zeros(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
-    kv = PagedKV(tensors, range(workload.pool_blocks))
-    started = time.perf_counter()
-    first_token = model.prefill(workload.prompt(), kv, workload.chunk, _progress(emit, "prefill"))
-    digest = kv.digest()
-    tokens = model.generate(first_token, workload.generate, kv, _progress(emit, "generate"))
-    return Reference(first_token, tokens, digest, time.perf_counter() - started)
+class _Side(NamedTuple):
+    """One LLMDataDist, and its blocks cache."""
+
+    datadist: LLMDataDist
+    cache: Cache
+    tensors: list[Array]
+    registered: bool
 
 
-class PromptSide:
-    """The prompt (prefill) side: computes and publishes the KV cache; ``close`` finalizes ``datadist``."""
-
-    def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
-        self._workload = workload
-        self._setup = setup
-        self.datadist = _start(LLMRole.PROMPT, _PROMPT_ID, workload, setup)
-
-    def publish(self, model: Llama, emit: Emit) -> DemoOffer:
-        """Run the prompt into a blocks cache; return the offer."""
-        workload = self._workload
-        cache, tensors = _blocks_cache(self.datadist, workload, self._setup.memory, BlocksCacheKey(_PROMPT_ID, 0))
-        self._tensors = tensors  # registered memory must outlive its registration
-        for tensor in tensors:
-            tensor.fill(0)
-        kv = PagedKV(tensors, workload.source_blocks())
-        first_token = model.prefill(workload.prompt(), kv, workload.chunk, _progress(emit, "prefill"))
-        blocks = kv.used_blocks().tolist()
-        emit(Said(f"published cache {cache.cache_id}: {len(blocks)} blocks in {workload.num_tensors} tensors"))
-        port = self.datadist.listen_port
-        assert port is not None, "the options ask for a port"
-        return DemoOffer(port, blocks, kv.length, first_token, kv.digest())
-
-    def close(self) -> None:
-        """Free the cache and the port."""
-        self.datadist.finalize()
-
-
-class DecoderSide:
-    """The decoder side: links, pulls the prompt side's blocks and generates; ``close`` finalizes ``datadist``."""
-
-    def __init__(self, workload: DemoWorkload, setup: Setup) -> None:
-        self._workload = workload
-        self._setup = setup
-        self.datadist = _start(LLMRole.DECODER, _DECODER_ID, workload, setup)
-        self._cache, self._tensors = _blocks_cache(self.datadist, workload, setup.memory)
-        for tensor in self._tensors:
-            # Missing bytes stay NaN, so that no token is right by accident.
-            tensor.fill(np.nan)
-
-    def run(self, offer: DemoOffer, model: Llama, emit: Emit) -> DemoOutcome:
-        """Link, pull the offered blocks into others, unlink and generate."""
-        cluster = _cluster(offer.port)
-        _check("link_clusters", *self.datadist.link_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
-        choice = self.datadist.explain(remote_cluster_id=_PROMPT_ID)
-        # Registered memory may use another transport than pools.
-        private = choice.private_transport if self._setup.memory is DemoMemory.REGISTERED else None
-        transport = private or choice.transport
-        emit(Said(f"linked over {transport}"))
-        blocks = self._workload.destination_blocks()
-        manager, key = self.datadist.cache_manager, BlocksCacheKey(_PROMPT_ID, 0)
-        destination = blocks[: len(offer.blocks)]
-        started = time.perf_counter()
-        manager.pull_blocks(key, self._cache, src_blocks=offer.blocks, dst_blocks=destination)
-        seconds = time.perf_counter() - started
-        kv = PagedKV(self._tensors, blocks, offer.length)
-        digest = kv.digest()
-        nbytes = len(offer.blocks) * self._workload.block_bytes * self._workload.num_tensors
-        emit(Said(f"pulled {len(offer.blocks)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms"))
-        _check("unlink_clusters", *self.datadist.unlink_clusters([cluster], timeout=_LINK_TIMEOUT_MS))
-        tokens = model.generate(offer.first_token, self._workload.generate, kv, _progress(emit, "generate"))
-        return DemoOutcome(tokens, digest, transport, choice.reason, len(offer.blocks), nbytes, seconds, choice.sealed)
-
-    def close(self) -> None:
-        """Free the cache."""
-        self.datadist.finalize()
-
-
-def _start(role: LLMRole, cluster_id: int, workload: DemoWorkload, setup: Setup) -> LLMDataDist:
-    page = 1 << _PAGE_SHIFT
-    pool_bytes = -(-workload.tensor_bytes // page) * page * workload.num_tensors
+@contextmanager
+def _side(role: LLMRole, transport: str, memory: str, secrets: str) -> Iterator[_Side]:
+    """Initialise one role, with a blocks cache full of NaN: a missing byte makes no token right by accident."""
+    is_prompt = role is LLMRole.PROMPT
+    own: list[Array] = list(np.full(_WORK.shape, np.nan, np.float32))
     config = LLMConfig()
     config.device_id = 0
     config.enable_cache_manager = True
-    config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
-    config.sync_kv_timeout = _PULL_TIMEOUT_MS
-    if role is LLMRole.PROMPT:
-        # Port 0: any free port; datadist.listen_port has it.
-        config.listen_ip_info = f"{_HOST}:0"
-    options = config.generate_options()
-    options["llm.Transport"] = setup.transport
-    if setup.secrets is not None:
-        options["llm.AuthSecretFile"] = setup.secrets
-    datadist = LLMDataDist(role, cluster_id)
+    config.mem_pool_cfg = json.dumps({"memory_size": len(own) * own[0].nbytes})
+    config.sync_kv_timeout = _TIMEOUT_MS
+    if is_prompt:
+        config.listen_ip_info = f"{_HOST}:0"  # any free port; datadist.listen_port has it
+    options = config.generate_options() | {"llm.Transport": transport}
+    if secrets:
+        options["llm.AuthSecretFile"] = secrets
+    datadist = LLMDataDist(role, 0 if is_prompt else 1)
     datadist.init(options)
-    return datadist
+    try:
+        manager, key = datadist.cache_manager, _KEY if is_prompt else None
+        desc = CacheDesc(len(own), list(_WORK.shape[1:]), DataType.DT_FLOAT)
+        if memory == "registered":
+            cache = manager.register_blocks_cache(desc, [each.ctypes.data for each in own], key)
+            yield _Side(datadist, cache, own, registered=True)
+        else:
+            cache = manager.allocate_blocks_cache(desc, key)
+            for view, each in zip(views := tensor_views(cache), own, strict=True):
+                view[:] = each
+            yield _Side(datadist, cache, views, registered=False)
+    finally:
+        datadist.finalize()
 
 
-def _blocks_cache(
-    datadist: LLMDataDist, workload: DemoWorkload, memory: DemoMemory, key: BlocksCacheKey | None = None
-) -> tuple[Cache, list[NDArray[Any]]]:
-    manager = datadist.cache_manager
-    desc = CacheDesc(workload.num_tensors, list(workload.shape), DataType.DT_FLOAT)
-    if memory is DemoMemory.POOL:
-        cache = manager.allocate_blocks_cache(desc, key)
-        return cache, tensor_views(cache)
-    tensors = [np.empty(workload.shape, dtype=np.float32) for _ in range(workload.num_tensors)]
-    return manager.register_blocks_cache(desc, [each.ctypes.data for each in tensors], key), tensors
+def _reference(*_: str) -> None:
+    """Run prompt and generation in this process on plain NumPy memory, without the library."""
+    model, started = DemoModel(_WORK), time.perf_counter()
+    kv = PagedKV(list(np.zeros(_WORK.shape, np.float32)), list(range(_WORK.pool_blocks)))
+    first_token = model.forward(_WORK.prompt(), kv)
+    digest, tokens = kv.digest(), model.generate(first_token, _WORK.generate, kv)
+    _tell(first_token=first_token, digest=digest, tokens=tokens, seconds=time.perf_counter() - started)
 
 
-def _cluster(port: int) -> LLMClusterInfo:
+def _prompt(*setup: str) -> None:
+    with _side(LLMRole.PROMPT, *setup) as side:
+        print(f"listens on port {side.datadist.listen_port}")
+        _tell(**_publish(side))
+        sys.stdin.read()
+
+
+def _decoder(*setup: str) -> None:
+    with _side(LLMRole.DECODER, *setup) as side:
+        model = DemoModel(_WORK)
+        print("ready")
+        _tell(**_pull(side, json.loads(sys.stdin.readline()), model))
+
+
+def _both(*setup: str) -> None:
+    with _side(LLMRole.PROMPT, *setup) as prompt, _side(LLMRole.DECODER, *setup) as decoder:
+        offer = _publish(prompt)
+        _tell(**offer)
+        _tell(**_pull(decoder, offer, DemoModel(_WORK)))
+
+
+def _publish(side: _Side) -> dict[str, Any]:
+    """Run the prompt into the cache; return the offer, as a router hands it from prefill to decode."""
+    blocks = _WORK.blocks(shifted=False)
+    kv = PagedKV(side.tensors, blocks)
+    first_token = DemoModel(_WORK).forward(_WORK.prompt(), kv)
+    print(f"prefill of {kv.length} tokens published as cache {side.cache.cache_id}: {_BLOCKS} blocks")
+    address = {"port": side.datadist.listen_port, "blocks": blocks[:_BLOCKS]}
+    return address | {"length": kv.length, "first_token": first_token, "digest": kv.digest()}
+
+
+def _pull(side: _Side, offer: dict[str, Any], model: DemoModel) -> dict[str, Any]:
+    """Link, pull the offered blocks into others, unlink and generate; return what came of it."""
+    datadist, sources = side.datadist, offer["blocks"]
     cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = _PROMPT_ID
+    cluster.remote_cluster_id = 0
     cluster.append_local_ip_info(_HOST, 0)
-    cluster.append_remote_ip_info(_HOST, port)
-    return cluster
+    cluster.append_remote_ip_info(_HOST, offer["port"])
+    _check("link_clusters", *datadist.link_clusters([cluster], timeout=_TIMEOUT_MS))
+    choice = datadist.explain(remote_cluster_id=0)
+    # Registered memory may use another transport than pools.
+    transport = (choice.private_transport if side.registered else None) or choice.transport
+    print(f"linked over {transport}")
+    blocks = _WORK.blocks(shifted=True)
+    started = time.perf_counter()
+    datadist.cache_manager.pull_blocks(_KEY, side.cache, src_blocks=sources, dst_blocks=blocks[: len(sources)])
+    seconds = time.perf_counter() - started
+    kv = PagedKV(side.tensors, blocks, offer["length"])
+    digest, nbytes = kv.digest(), len(sources) * side.tensors[0][0].nbytes * len(side.tensors)
+    print(f"pulled {len(sources)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms")
+    _check("unlink_clusters", *datadist.unlink_clusters([cluster], timeout=_TIMEOUT_MS))
+    tokens = model.generate(offer["first_token"], _WORK.generate, kv)
+    print(f"generated {len(tokens)} tokens")
+    moved = {"transport": transport, "reason": choice.reason, "blocks": len(sources), "bytes": nbytes}
+    return moved | {"seconds": seconds, "digest": digest, "tokens": tokens, "sealed": choice.sealed}
 
 
 def _check(what: str, status: LLMStatusCode, each: list[LLMStatusCode]) -> None:
     if status != LLMStatusCode.LLM_SUCCESS:
-        raise RuntimeError(f"{what} to cluster {_PROMPT_ID} failed: {status} ({', '.join(map(str, each))})")
+        raise RuntimeError(f"{what} to cluster 0 failed: {status} ({', '.join(map(str, each))})")
 
 
-def _progress(emit: Emit, what: str) -> Progress:
-    return lambda done, total: emit(DemoProgress(what, done, total))
+def _tell(**result: object) -> None:
+    print(RESULT + json.dumps(result))
+
+
+_ROLES: Final = {"reference": _reference, "prompt": _prompt, "decoder": _decoder, "both": _both}
+
+
+if __name__ == "__main__":
+    try:
+        _ROLES[sys.argv[1]](*sys.argv[2:])
+    except Exception as error:  # noqa: BLE001  the runner shows it
+        _tell(error=f"{type(error).__name__}: {error}")
+        sys.exit(1)

@@ -1,234 +1,191 @@
-"""The whole demo: starts the roles, passes messages between them, compares, prints."""
+"""The whole demo: starts the roles, hands the offer from one to the other, compares, prints."""
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+import threading
+import time
+from contextlib import ExitStack, suppress
+from enum import StrEnum
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TextIO
 
-import msgspec
-
-from llm_datadist._deadline import Deadline
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.demo.children import DemoChild, Inbox
-from llm_datadist.demo.messages import DemoFailed, DemoOffer, DemoOutcome, DemoProgress, Reference, Said
-from llm_datadist.demo.report import DemoReporter, make_reporter
-from llm_datadist.demo.workload import DemoTransport, DemoWorkload, Setup
+from llm_datadist.demo.model import DemoWorkload
+from llm_datadist.demo.roles import RESULT
+
+DemoTransport = StrEnum("DemoTransport", "AUTO SHM CMA TCP NIXL INPROC")
+"""Values of ``--transport``; the last runs both roles as two ``LLMDataDist`` in one process."""
+
+DemoMemory = StrEnum("DemoMemory", "POOL REGISTERED")
+"""Values of ``--memory``: the library's pools, or the roles' own arrays, registered with the library."""
 
 # The demo takes a few seconds; ten times as long passes.
-_BUDGET_MS: Final = 180_000
+_PATIENCE_S: Final = 180.0
+_KILL_WAIT_S: Final = 10.0
 _INTERRUPTED: Final = 130
+# One thread each: equal inputs give equal bits, and two processes fit a small machine. MKL_CBWR makes MKL's results
+# independent of the alignment of arrays.
+_ENVIRONMENT: Final = {f"{each}_NUM_THREADS": "1" for each in ("OPENBLAS", "OMP", "MKL", "BLIS")} | {"MKL_CBWR": "AUTO"}
 _PARTS: Final = {
     "reference": "the single-process run to compare with",
     "prompt": "LLMDataDist in role PROMPT, cluster 0",
     "decoder": "LLMDataDist in role DECODER, cluster 1",
     "both": "PROMPT and DECODER as two LLMDataDist in this one process",
 }
-
-_Message = TypeVar("_Message", Reference, DemoOffer, DemoOutcome, int)
-
-
-class DemoError(RuntimeError):
-    """The demo ended early; the text is one line."""
+#: Fields that ``--json`` prints, null if the demo ended before them.
+_FIELDS: Final = "transport reason tokens_equal blocks bytes seconds gb_per_s kv_equal tokens processes sealed error"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """Result, as ``--json`` prints it.
-
-    Attributes:
-        ok: Tokens and bytes are equal: the exit status is 0.
-        transport: Transport that moved the bytes.
-        tokens_equal: The tokens are those of the single-process run.
-        bytes: Bytes moved, over all tensors.
-        seconds: Seconds of the one ``pull_blocks`` call.
-        gb_per_s: ``bytes / seconds / 1e9``.
-        kv_equal: Keys and values arrived as published.
-        processes: 2, or 1 if both roles ran in one process.
-        sealed: Both sides proved a shared secret; messages were encrypted, over tcp also KV bytes.
-    """
-
-    ok: bool
-    transport: str | None = None
-    reason: str | None = None
-    tokens_equal: bool | None = None
-    blocks: int | None = None
-    bytes: int | None = None
-    seconds: float | None = None
-    gb_per_s: float | None = None
-    kv_equal: bool | None = None
-    tokens: list[int] | None = None
-    processes: int | None = None
-    sealed: bool | None = None
-    error: str | None = None
-
-
-def run_demo(setup: Setup, *, as_json: bool, secure: bool = False) -> int:
+def run_demo(transport: DemoTransport, memory: DemoMemory, *, as_json: bool, secure: bool = False) -> int:
     """Run the demo and print it; return 0 only if tokens and bytes are equal.
 
     With ``secure`` both sides prove a new secret. With ``as_json`` the last line of standard output is the result.
     """
-    reporter = make_reporter(sys.stderr if as_json else sys.stdout)
+    result: dict[str, Any] = {"ok": False} | dict.fromkeys(_FIELDS.split())
     try:
         with tempfile.TemporaryDirectory() as folder:
-            if secure:
-                setup = replace(setup, secrets=str(new_secret(Path(folder) / "secrets", "demo")))
-            with _Demo(setup, reporter) as demo:
-                result = demo.run()
-    except DemoError as error:
-        result = DemoResult(ok=False, error=str(error))
+            secrets = str(new_secret(Path(folder) / "secrets", "demo")) if secure else ""
+            with _Demo((transport, memory, secrets), sys.stderr if as_json else sys.stdout) as demo:
+                result |= demo.run()
+    except RuntimeError as error:
+        result["error"] = str(error)
     except KeyboardInterrupt:
-        result = DemoResult(ok=False, error="interrupted")
-    finally:
-        reporter.close()
-    if result.error is not None:
-        print(f"demo failed: {result.error}", file=sys.stderr, flush=True)
+        result["error"] = "interrupted"
+    if result["error"] is not None:
+        print(f"demo failed: {result['error']}", file=sys.stderr, flush=True)
     if as_json:
-        print(json.dumps(asdict(result)), flush=True)
-    if result.error == "interrupted":
+        print(json.dumps(result), flush=True)
+    if result["error"] == "interrupted":
         return _INTERRUPTED
-    return 0 if result.ok else 1
+    return 0 if result["ok"] else 1
 
 
 class _Demo(ExitStack):
-    """One run. Leaving the context ends its processes."""
+    """One run. Leaving the context ends its processes.
 
-    def __init__(self, setup: Setup, reporter: DemoReporter) -> None:
+    Threads: ``demo-<role>`` puts (role, line) into the inbox, last (role, exit status or minus a signal's number).
+    """
+
+    def __init__(self, setup: tuple[str, str, str], stream: TextIO) -> None:
         super().__init__()
         self._setup = setup
-        self._reporter = reporter
-        self._deadline = Deadline(_BUDGET_MS)
-        self._inbox: Inbox = queue.SimpleQueue()
+        self._stream = stream
+        self._started = time.monotonic()
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._inbox: queue.SimpleQueue[tuple[str, str | int]] = queue.SimpleQueue()
 
-    def run(self) -> DemoResult:
-        reference = self._run_reference()
-        together = self._setup.transport is DemoTransport.INPROC
-        children = [self._start(role) for role in (("both",) if together else ("prompt", "decoder"))]
-        prompt, decoder = children[0], children[-1]
-        offer = self._expect(prompt, DemoOffer)
-        decoder.send(offer)
-        outcome = self._expect(decoder, DemoOutcome)
-        # The prompt side serves until it is told to end.
-        for child in reversed(children):
-            self._finish(child)
-        if self._setup.transport not in (DemoTransport.AUTO, outcome.transport):
-            raise DemoError(f"transport: asked for {self._setup.transport}, but the link used {outcome.transport}")
-        if outcome.sealed != (self._setup.secrets is not None):
-            raise DemoError(f"secure: asked for {self._setup.secrets is not None}, the link says {outcome.sealed}")
-        tokens_equal = (offer.first_token, outcome.tokens) == (reference.first_token, reference.tokens)
+    def run(self) -> dict[str, Any]:
+        """Run all roles and print the comparison; return the fields of the result."""
+        transport, _, secrets = self._setup
+        self._start("reference")
+        reference = self._wait("reference")
+        self._order("reference")
+        self._wait("reference", "exit")
+        self._say("reference", f"done: {reference['seconds']:.1f} s of forward passes, without the library")
+        roles = ["both"] if transport == DemoTransport.INPROC else ["prompt", "decoder"]
+        for role in roles:
+            self._start(role)
+        offer = self._wait(roles[0])
+        self._order(roles[-1], json.dumps(offer))
+        outcome = self._wait(roles[-1])
+        for role in reversed(roles):  # the prompt side serves until it is told to end
+            self._order(role)
+            self._wait(role, "exit")
+        if transport not in (DemoTransport.AUTO, outcome["transport"]):
+            raise RuntimeError(f"transport: asked for {transport}, but the link used {outcome['transport']}")
+        if outcome["sealed"] != bool(secrets):
+            raise RuntimeError(f"secure: asked for {bool(secrets)}, the link says {outcome['sealed']}")
         # Keys carry their positions, so tokens ignore swapped blocks; the digest does not.
-        kv_equal = outcome.digest == offer.digest
-        moved = msgspec.structs.asdict(outcome)
-        del moved["digest"]
-        result = DemoResult(
-            ok=tokens_equal and kv_equal,
-            tokens_equal=tokens_equal,
-            gb_per_s=outcome.bytes / outcome.seconds / 1e9,
-            kv_equal=kv_equal,
-            processes=len(children),
-            **moved,
-        )
-        self._show(result, reference, offer, outcome)
+        tokens = [offer["first_token"], *outcome["tokens"]] == [reference["first_token"], *reference["tokens"]]
+        kv = outcome.pop("digest") == offer["digest"]
+        result = outcome | {"ok": tokens and kv, "tokens_equal": tokens, "kv_equal": kv, "processes": len(roles)}
+        result["gb_per_s"] = outcome["bytes"] / outcome["seconds"] / 1e9
+        alone = " and in the single-process run" if offer["digest"] == reference["digest"] else ""
+        self._show(result, f"equal on both sides{alone} (sha256 {offer['digest'][:16]}...)")
         return result
 
-    def _run_reference(self) -> Reference:
-        child = self._start("reference")
-        reference = self._expect(child, Reference)
-        self._finish(child)
-        self._reporter.say("reference", f"done: {reference.seconds:.1f} s of forward passes, without the library")
-        return reference
-
-    def _start(self, role: str) -> DemoChild:
+    def _start(self, role: str) -> None:
         try:
-            child = DemoChild(role, self._setup, self._inbox)
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "llm_datadist.demo.roles", role, *self._setup],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                env=os.environ | _ENVIRONMENT,
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the others in order
+            )
         except OSError as error:
-            raise DemoError(f"{role}: cannot start its process: {error}") from error
-        self.callback(child.stop)
-        self._reporter.say(role, f"process {child.pid} started: {_PARTS[role]}")
-        return child
+            raise RuntimeError(f"{role}: cannot start its process: {error}") from error
+        reader = threading.Thread(target=self._read, args=[role, process], name=f"demo-{role}")
+        reader.start()
+        self.callback(reader.join, _KILL_WAIT_S)
+        self.callback(process.kill)
+        self._processes[role] = process
+        self._say(role, f"process {process.pid} started: {_PARTS[role]}")
 
-    def _finish(self, child: DemoChild) -> None:
-        """End the input of ``child``; show the children's events until it has ended well."""
-        child.end_input()
-        if status := self._expect(child, int, "still running after its work"):
-            raise DemoError(f"{child.role}: the process ended with status {status}")
+    def _read(self, role: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process:
+            for line in process.stdout:
+                self._inbox.put((role, line.rstrip()))
+        self._inbox.put((role, process.returncode))
 
-    def _expect(self, child: DemoChild, kind: type[_Message], late: str = "") -> _Message:
-        """Show the children's events until ``child`` sends a ``kind``; an int is its exit status."""
+    def _order(self, role: str, order: str = "") -> None:
+        """Give an order, and say that no other follows. If the process has ended, the inbox has its status."""
+        orders = self._processes[role].stdin
+        assert orders is not None
+        with suppress(BrokenPipeError, ValueError):  # ValueError: its input is closed
+            orders.write(order)
+            orders.close()
+
+    def _wait(self, role: str, what: str = "result") -> dict[str, Any]:
+        """Show what all say until ``role`` has a result, or has ended well: then the dict is empty."""
         while True:
             try:
-                role, event = self._inbox.get(timeout=self._deadline.remaining())
+                sender, event = self._inbox.get(timeout=_PATIENCE_S)
             except queue.Empty:
-                what = late or f"no {_word(kind)}"
-                raise DemoError(f"{child.role}: {what} within {self._deadline.budget_ms / 1e3:.0f} s") from None
-            if isinstance(event, kind) and role == child.role:
-                return event
-            match event:
-                case Said(text):
-                    self._reporter.say(role, text)
-                case DemoProgress(what, done, total):
-                    self._reporter.progress(role, what, done, total)
-                case DemoFailed(error):
-                    raise DemoError(f"{role}: {error}")
-                case int(status):
-                    before = f" before its {_word(kind)}" if role == child.role else ""
-                    if status or before:
-                        raise DemoError(f"{role}: the process ended with status {status}{before}")
-                case _:
-                    raise DemoError(f"{role}: unexpected message {_word(type(event))}")
+                raise RuntimeError(f"{role}: no {what} within {_PATIENCE_S:.0f} s") from None
+            if isinstance(event, str):
+                text, mark, result = event.partition(RESULT)
+                if text:
+                    self._say(sender, text)
+                found: dict[str, Any] = json.loads(result) if mark else {}
+                if "error" in found:
+                    raise RuntimeError(f"{sender}: {found['error']}")
+                if mark:
+                    return found
+            elif event or (sender == role and what == "result"):
+                raise RuntimeError(f"{sender}: the process ended with status {event} before its {what}")
+            elif sender == role:
+                return {}
 
-    def _show(self, result: DemoResult, reference: Reference, offer: DemoOffer, outcome: DemoOutcome) -> None:
-        work = DemoWorkload()
-        together = "both roles as two LLMDataDist in one process"
-        apart = "prompt and decoder, each with its own LLMDataDist"
-        moved = (
-            f"{outcome.blocks} blocks of {work.block_tokens} tokens in {work.num_tensors} tensors, "
-            f"{outcome.bytes / 1e6:.2f} MB, all to other block numbers"
-        )
-        rows = [
-            ("tokens", _describe_tokens(result, reference, outcome)),
-            ("KV bytes", _describe_bytes(result, reference, offer)),
-            ("moved", moved),
-            ("transport", f"{outcome.transport}: {outcome.reason}"),
-            ("pull_blocks", f"{outcome.seconds * 1e3:.2f} ms, {result.gb_per_s:.2f} GB/s (the one and first call)"),
-            ("processes", f"{result.processes}: {together if result.processes == 1 else apart}"),
-            ("security", _describe_security(outcome)),
-        ]
-        self._reporter.show("Tokens equal." if result.ok else "NOT equal.", rows)
+    def _show(self, result: dict[str, Any], where: str) -> None:
+        work, tokens, over = DemoWorkload(), result["tokens"], result["transport"]
+        same = f"all {len(tokens)} equal to" if result["tokens_equal"] else "different from"
+        apart, together = "prompt and decoder, each with its own LLMDataDist", "two LLMDataDist in one process"
+        kept = {"tcp": "too (AES-256-GCM)", "nixl": "were not"}.get(over, "did not leave this host")
+        secured = f"both sides proved a shared secret; messages were encrypted (TLS 1.3), KV bytes {kept}"
+        rows = {
+            "tokens": f"{same} the single-process run: {' '.join(map(str, tokens[:8]))} ...",
+            "KV bytes": where if result["kv_equal"] else "what arrived differs from what the prompt side published",
+            "moved": f"{result['blocks']} blocks of {work.block_tokens} tokens in {work.shape[0]} tensors, "
+            f"{result['bytes'] / 1e6:.2f} MB, all to other block numbers",
+            "transport": f"{over}: {result['reason']}",
+            "pull_blocks": f"{result['seconds'] * 1e3:.2f} ms, {result['gb_per_s']:.2f} GB/s (the one and first call)",
+            "processes": f"2: {apart}" if result["processes"] == 2 else f"1: {together}",
+            "security": secured if result["sealed"] else "none: any process of this host could have linked (--secure)",
+        }
+        print("\nTokens equal." if result["ok"] else "\nNOT equal.", file=self._stream)
+        for name, text in rows.items():
+            print(f"  {name:<12} {text}", file=self._stream, flush=True)
 
-
-def _word(kind: type) -> str:
-    return kind.__name__.removeprefix("Demo").lower()
-
-
-def _describe_security(outcome: DemoOutcome) -> str:
-    if not outcome.sealed:
-        return "none: any process of this host could have linked (--secure)"
-    encrypted = {
-        "tcp": "messages and KV bytes were encrypted (TLS 1.3, AES-256-GCM)",
-        "nixl": "messages were encrypted (TLS 1.3), KV bytes were not",
-    }.get(outcome.transport, "messages were encrypted (TLS 1.3), KV bytes did not leave this host")
-    return f"both sides proved a shared secret; {encrypted}"
-
-
-def _describe_tokens(result: DemoResult, reference: Reference, outcome: DemoOutcome) -> str:
-    tokens = outcome.tokens
-    if result.tokens_equal:
-        return f"all {len(tokens)} equal to the single-process run: {' '.join(map(str, tokens[:8]))} ..."
-    pairs = zip(tokens, reference.tokens, strict=True)
-    position = next((i for i, (got, wanted) in enumerate(pairs) if got != wanted), None)
-    where = "in the token that the prompt side computed" if position is None else f"first at position {position}"
-    return f"different from the single-process run, {where}"
-
-
-def _describe_bytes(result: DemoResult, reference: Reference, offer: DemoOffer) -> str:
-    if not result.kv_equal:
-        return "what arrived differs from what the prompt side published"
-    if offer.digest != reference.digest:
-        return "arrived as published; but the prompt side computed other values than the single-process run"
-    return f"equal on both sides and in the single-process run (sha256 {offer.digest[:16]}...)"
+    def _say(self, role: str, text: str) -> None:
+        print(f"{time.monotonic() - self._started:6.1f} s  {role:<9}  {text}", file=self._stream, flush=True)
