@@ -292,14 +292,14 @@ void last_record() {
     opens.update(body, body, sizeof body);
     opens.check_tag(tag);
     CHECK(std::memcmp(body, "abc", 3) == 0);
-    const std::string over = "all 2**32 records of a sealed lane's key are used";
+    const std::string over = "all 2**32 records of an encrypted lane's key are used";
     CHECK(text_of_error<LaneError>([&] { seals.begin(length); }) == over);
     CHECK(text_of_error<LaneError>([&] { opens.begin(length); }) == over);
 }
 
 void no_library() {
     const auto why = text_of_error<RuleError>([] { const Libcrypto none("libno-such-crypto.so.3"); });
-    CHECK(why.find("keys: a sealed lane needs OpenSSL 3, and libno-such-crypto.so.3 cannot be used: ") == 0);
+    CHECK(why.find("keys: an encrypted lane needs OpenSSL 3, and libno-such-crypto.so.3 cannot be used: ") == 0);
     const auto other = text_of_error<RuleError>([] { const Libcrypto wrong("libc.so.6"); });
     CHECK(other.find("EVP_CIPHER_CTX_new") != std::string::npos);
 }

@@ -144,7 +144,7 @@ far.close()
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     for line in ran.stdout.splitlines():
-        assert line.startswith("keys: a sealed lane needs OpenSSL 3, and libcrypto.so.3 cannot be used: ")
+        assert line.startswith("keys: an encrypted lane needs OpenSSL 3, and libcrypto.so.3 cannot be used: ")
         assert str(tmp_path) in line
     assert len(ran.stdout.splitlines()) == 2
 
@@ -179,12 +179,15 @@ def test_records_of_any_size_are_taken(engine: LaneEngine, size: int, mapped: bo
     assert np.array_equal(into, expected)
 
 
-CHANGED, INSIDE = "a sealed record is not as the peer sent it", "the peer closed the connection inside a sealed record"
+CHANGED, INSIDE = (
+    "an encrypted record is not as the peer sent it",
+    "the peer closed the connection inside an encrypted record",
+)
 BREACHES = [
     # Told by the length alone: what it announces need not come.
-    *((f"length {size}", LENGTH.pack(size), f"a sealed record of {size} bytes") for size in (0, 2**31, 2**32 - 1)),
-    (f"length {MAX_RECORD + 1}", LENGTH.pack(MAX_RECORD + 1), f"a sealed record of {MAX_RECORD + 1} bytes"),
-    ("empty, with a right tag", record(b""), "a sealed record of 0 bytes"),
+    *((f"length {size}", LENGTH.pack(size), f"an encrypted record of {size} bytes") for size in (0, 2**31, 2**32 - 1)),
+    (f"length {MAX_RECORD + 1}", LENGTH.pack(MAX_RECORD + 1), f"an encrypted record of {MAX_RECORD + 1} bytes"),
+    ("empty, with a right tag", record(b""), "an encrypted record of 0 bytes"),
     ("above the limit, with a right tag", record(bytes(MAX_RECORD + 1))[:1000], f"record of {MAX_RECORD + 1} bytes"),
     # Nothing of a record that was changed is interpreted: its header is a breach of its own, with another text.
     *((f"changed at {at}", changed(record(bytes(lane_ends.HEADER.size)), at), CHANGED) for at in (0, 4, 20, 44, 59)),

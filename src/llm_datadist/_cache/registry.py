@@ -215,7 +215,7 @@ NOTHING: Final = Effects()
 class Registry:
     """Caches, keys and pins of one LLMDataDist. Ids count from ``first_id``.
 
-    Threads: any; one lock, never held across a call to another object. Look-ups need none.
+    Threads: any; one lock, under which nothing waits and no user code runs. Look-ups need none.
     Errors: a refused call changes nothing.
     """
 

@@ -12,7 +12,7 @@ from llm_datadist.errors import LinkRefused
 if TYPE_CHECKING:
     from llm_datadist._links.messages import Greeting
 
-#: Oldest and newest protocol version of this build; each minor release speaks that of the one before it.
+#: Oldest and newest protocol version of this build; each minor release after 0.2.0 speaks that of the one before.
 VERSIONS: Final = (11, 11)
 READS_BY_KEY: Final = "reads-by-key"
 QUESTIONS: Final = "questions"

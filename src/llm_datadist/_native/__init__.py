@@ -1,4 +1,4 @@
-"""Native code: block lists, plans, copies, generations. It knows numbers, offsets and addresses only.
+"""Native code: block lists, plans, copies, guards, lanes, encryption.
 
 It checks arguments before it touches memory. Threads: any.
 """

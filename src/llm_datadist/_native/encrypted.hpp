@@ -74,7 +74,7 @@ public:
 
     // Begins the next record, with its length as on the wire.
     void begin(const char* length) {
-        if (number_ >= max_records) break_lane("all 2**32 records of a sealed lane's key are used");
+        if (number_ >= max_records) break_lane("all 2**32 records of an encrypted lane's key are used");
         unsigned char nonce[12] = {};
         for (std::size_t i = 0; i < sizeof number_; ++i) nonce[i] = static_cast<unsigned char>(number_ >> (8 * i));
         ++number_;
@@ -104,7 +104,7 @@ public:
         int out;
         if (crypto_.final(context_, nothing, &out) == 1) return;
         crypto_.clear_errors();
-        break_lane("a sealed record is not as the peer sent it");
+        break_lane("an encrypted record is not as the peer sent it");
     }
 
 private:
@@ -114,7 +114,7 @@ private:
     void require(int result) const {
         if (result == 1) return;
         crypto_.clear_errors();  // other users of OpenSSL on this thread would find them
-        break_lane("a record could not be sealed or opened");
+        break_lane("a record could not be encrypted or decrypted");
     }
 
     const Libcrypto& crypto_;
@@ -379,7 +379,7 @@ private:
     ssize_t ended(ssize_t got, std::size_t moved) {
         const int code = errno;
         if (got == 0 && moved == 0 && begin_ != end_)
-            break_lane("the peer closed the connection inside a sealed record");
+            break_lane("the peer closed the connection inside an encrypted record");
         give_back();
         if (moved > 0) return static_cast<ssize_t>(moved);  // the next call reports the rest
         errno = code;
@@ -428,7 +428,7 @@ private:
     void check_length() const {
         if (end_ - begin_ < length_bytes) return;
         const std::size_t length = record_length();
-        if (length == 0 || length > max_record_bytes) break_lane("a sealed record of ", length, " bytes");
+        if (length == 0 || length > max_record_bytes) break_lane("an encrypted record of ", length, " bytes");
     }
 
     // Decrypts the next record to its destination, or in the buffer for later.

@@ -1,4 +1,4 @@
-"""Test tools for authors of transports, devices and clients; an extension.
+"""Test tools for clients, and for the transports and devices of this library; an extension.
 
 - :class:`TransportConformance`: the suite that every transport passes; :class:`Peer`, :class:`LocalPeer` and
   :class:`PeerProcess` are its peers.
