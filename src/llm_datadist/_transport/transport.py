@@ -1,7 +1,7 @@
 """The seam between transports and the rest of the library.
 
-A transport is a :class:`Transport`, and the :class:`~.connection.Connection` that it makes, in a module of its own. Those of
-tcp and nixl have helpers in others. Only this package, the options and the tools name transports.
+A transport is a :class:`Transport`, and the :class:`~.connection.Connection` that it makes, in a module of its own.
+Those of tcp and nixl have helpers in others. Only this package, the options and the tools name transports.
 """
 
 from __future__ import annotations
