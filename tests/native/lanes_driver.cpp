@@ -299,7 +299,7 @@ void last_record() {
 
 void no_library() {
     const auto why = text_of_error<RuleError>([] { const Libcrypto none("libno-such-crypto.so.3"); });
-    CHECK(why.find("keys: an encrypted lane needs OpenSSL 3, and libno-such-crypto.so.3 cannot be used: ") == 0);
+    CHECK(why.find("keys: encrypted lanes need OpenSSL 3, and libno-such-crypto.so.3 cannot be used: ") == 0);
     const auto other = text_of_error<RuleError>([] { const Libcrypto wrong("libc.so.6"); });
     CHECK(other.find("EVP_CIPHER_CTX_new") != std::string::npos);
 }

@@ -144,7 +144,7 @@ far.close()
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     for line in ran.stdout.splitlines():
-        assert line.startswith("keys: an encrypted lane needs OpenSSL 3, and libcrypto.so.3 cannot be used: ")
+        assert line.startswith("keys: encrypted lanes need OpenSSL 3, and libcrypto.so.3 cannot be used: ")
         assert str(tmp_path) in line
     assert len(ran.stdout.splitlines()) == 2
 

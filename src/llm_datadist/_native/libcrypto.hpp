@@ -58,7 +58,7 @@ private:
     }
 
     [[noreturn]] void refuse_for(const char* why) const {
-        refuse("keys: an encrypted lane needs OpenSSL 3, and ", name_, " cannot be used: ", why ? why : "unknown error");
+        refuse("keys: encrypted lanes need OpenSSL 3, and ", name_, " cannot be used: ", why ? why : "unknown error");
     }
 
     const char* name_;
