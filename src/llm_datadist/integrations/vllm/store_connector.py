@@ -11,7 +11,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.connector import HalvedConnector
 from llm_datadist.integrations.vllm.kinds import windows_of
-from llm_datadist.integrations.vllm.stats import StoreStats, StoreStatsMetrics
+from llm_datadist.integrations.vllm.stats import StoreStatsMetrics
 from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 
@@ -35,15 +35,11 @@ class LLMDataDistStoreConnector(HalvedConnector):
 
     _cache_hit_source = CacheHitSource.HOST
     requires_kv_delivery = False  # what is not saved is computed
-    _stats, _metrics = StoreStats, StoreStatsMetrics
+    _halves, _metrics = (StoreScheduler, StoreWorker), StoreStatsMetrics
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
         _require_storable(vllm_config, kv_cache_config, role)
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = StoreScheduler(vllm_config, kv_cache_config)
-        else:
-            self._worker = StoreWorker(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         hashed, size = gpu_block_pool.hash_block_size, self._vllm_config.cache_config.block_size
