@@ -52,13 +52,18 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm_config, kv_cache_config)
-        if role is KVConnectorRole.WORKER:
-            self._worker = self._halves[1](vllm_config, kv_cache_config)
-            return
-        if vllm_version.partition("+")[0] not in TRIED:
+        if role is KVConnectorRole.SCHEDULER and vllm_version.partition("+")[0] not in TRIED:
             logger.warning_once("vLLM %s was never tried with these connectors; %s was", vllm_version, *TRIED)
-        self._scheduler = self._halves[0](vllm_config, kv_cache_config)
+        require_supported(vllm_config, kv_cache_config)
+        self._require(vllm_config, kv_cache_config, role)
+        scheduler, worker = self._halves
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = worker(vllm_config, kv_cache_config)
+
+    def _require(self, config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
+        """Raise ParamError, in one sentence, for an engine that this connector cannot serve."""
 
     def shutdown(self) -> None:
         (self._worker or self._scheduler).stop()
