@@ -71,10 +71,11 @@ inline void bind_keys(nb::module_& m) {
         .def(nb::init<>())
         .def("__setitem__", [](KeyTable& all, const nb::bytes& key, std::int64_t slot) { all[given(key)] = slot; })
         .def("__delitem__", [](KeyTable& all, const nb::bytes& key) { all.erase(given(key)); })
-        .def("find", [](const KeyTable& all, const nb::bytes& key) {
-            const auto found = all.find(given(key));
-            return found == all.end() ? -1 : found->second;
-        })
+        .def("find",
+             [](const KeyTable& all, const nb::bytes& key) {
+                 const auto found = all.find(given(key));
+                 return found == all.end() ? -1 : found->second;
+             })
         .def("run", &py_run);
 }
 
