@@ -17,7 +17,7 @@ help:
 	@echo "make example-hf  Hugging Face transformers: generate() split over two processes, over shm and tcp (HF='--transport tcp')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--secure --seconds 60 --seed 1' FRAMES=100000)"
-	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers (ASAN=--quick: half of it)"
+	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers (ASAN=--quick: only the tests of the native code)"
 	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
 	@echo "make compare  the speed of this build in that of another (BEFORE=/path/to/checkout COMPARE='--cases pull-*')"

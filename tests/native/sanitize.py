@@ -29,12 +29,10 @@ LOUD: Final = {
 #: in the drivers only. Its allocator of small objects is switched off: the sanitizer would see one block of many.
 IN_PYTHON: Final = {"ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0", "PYTHONMALLOC": "malloc"}
 
-QUICK: Final = (
-    *sorted(str(path) for path in (ROOT / "tests" / "unit").glob("test_native_*.py")),
-    "tests/conformance",
-)
+QUICK: Final = tuple(sorted(str(path) for path in (ROOT / "tests" / "unit").glob("test_native_*.py")))
 TESTS: Final = (
     *QUICK,
+    "tests/conformance",
     "tests/unit/test_layout.py",
     "tests/unit/test_guards.py",
     "tests/unit/test_writers.py",
@@ -63,7 +61,7 @@ def main() -> int:
     """Run both parts, or the one asked for; return 0 when all of it was clean."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["tests", "drivers"], help="default: both")
-    parser.add_argument("--quick", action="store_true", help="only the tests of the native code and of the transports")
+    parser.add_argument("--quick", action="store_true", help="only the tests of the native code")
     parser.add_argument("--workers", default="auto", help="processes that run the tests (default: one per core)")
     arguments = parser.parse_args()
     clean = True

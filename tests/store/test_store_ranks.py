@@ -30,8 +30,8 @@ def save_ranks(world: World, ranks: list[bytes], keys: list[bytes] = KEYS) -> li
     return [e.save(world, keys, range(len(keys)), name, str(n)) for n, name in enumerate(ranks)]
 
 
-def look_up_ranks(world: World, keys: list[bytes], of: str = "client", timeout_ms: int | None = None) -> list[int]:
-    world.memory["hits"] = hits = world.memory[of].lookup_ranks(keys, timeout_ms)
+def look_up_ranks(world: World, keys: list[bytes], of: str = "client") -> list[int]:
+    world.memory["hits"] = hits = world.memory[of].lookup_ranks(keys)
     return [len(each) for each in hits]
 
 

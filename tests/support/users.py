@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,9 @@ _CLONE_NEWUSER: Final = 0x10000000
 
 
 def become(world: World, user: int) -> None:
-    np.random.default_rng()  # NumPy loads it late, and that user may not be allowed to read this checkout
+    np.random.default_rng()  # loaded late, as those are, and that user may not be allowed to read this checkout
+    for name in ("x509", "hazmat.primitives.asymmetric.ed25519", "hazmat.primitives.kdf.hkdf"):
+        import_module(f"cryptography.{name}")
     os.setgroups([])
     os.setresuid(user, user, user)
     # As if this user had started it: its own folder in /proc is its own.

@@ -72,7 +72,7 @@ def storable(specs: list[Any], extra: dict[str, Any], algorithm: str, **transfer
 
 GOOD: dict[str, Any] = {"extra": {"store": "127.0.0.1:1"}, "algorithm": "sha256_cbor"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"extra": {}}, r'store: not given; "IP:PORT" .* is needed'),
+    ({"extra": {}}, r'store: "IP:PORT" .* is needed'),
     ({"kv_role": "kv_producer"}, "kv_role=kv_producer: must be kv_both"),
     ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy=fail: must be recompute"),
     ({"algorithm": "xxhash"}, "prefix_caching_hash_algo=xxhash: its seed is random"),
@@ -195,12 +195,12 @@ def matched(scheduler: StoreScheduler, request: Request, computed: int = 0) -> i
     return found[0]
 
 
-def counted(scheduler: StoreScheduler) -> dict[str, Any]:
+def counted(scheduler: StoreScheduler) -> Counter[str]:
     """Return what a step has counted since the last call."""
     step(scheduler, {}, {})
     stats = scheduler.stats.take()
     assert stats is not None
-    return stats.data
+    return Counter(stats.data)
 
 
 def asked(name: str, tokens: int, lora: LoRARequest | None = None, salt: str | None = None) -> Request:
@@ -704,10 +704,8 @@ def test_counters_of_both_connectors_stand_beside_each_other() -> None:
     registry = CollectorRegistry()
     config, types = SimpleNamespace(kv_transfer_config=None), {Gauge: Gauge, Histogram: Histogram}
     counter = partial(PromCounter, registry=registry)
-    for each in (LLMDataDistConnector, LLMDataDistStoreConnector):
-        stats = each.build_kv_connector_stats()
-        assert stats.is_empty()
-        name = next(iter(stats.data))
+    for each, name in ((LLMDataDistConnector, "fetched_requests"), (LLMDataDistStoreConnector, "hits")):
+        assert each.build_kv_connector_stats().is_empty()
         made = each.build_prom_metrics(config, types | {PromCounter: counter}, ["engine"], {0: ["0"]})
         made.observe({name: 2}, 0)
     assert registry.get_sample_value("vllm:datadist_fetched_requests_total", {"engine": "0"}) == 2

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <random>
+#include <unordered_map>
 
 #include "digest.hpp"
 #include "plan_python.hpp"
@@ -34,48 +35,31 @@ std::size_t each_key(const nb::bytes& array, Take&& take) {
     return count;
 }
 
-// Slots by key, compared whole: chains of slots, by number from 1 on.
-struct KeyTable {
-    explicit KeyTable(std::size_t slots) : first(4), next(slots), keys(slots) {
-        while (first.size() < 2 * slots) first.resize(2 * first.size());
-    }
-
-    // Number of the key's slot, or the 0 that ends its chain. Peers choose keys: secrets of this process hash them.
-    std::uint32_t& number(const Key& key) {
+// Peers choose keys: secrets of this process hash them.
+struct KeyHash {
+    std::size_t operator()(const Key& key) const {
         static std::random_device random;
         static const DigestKey secret(std::uint64_t{random()} << 32 | random(), random());
         const Wide sum = nh(&key[1], 4, secret.words.data());
-        const auto low = static_cast<std::uint64_t>(sum), hash = scramble(low + key[0]) ^ scramble(sum >> 64);
-        std::uint32_t* at = &first[hash & (first.size() - 1)];
-        while (*at != 0 && keys[*at - 1] != key) at = &next[*at - 1];
-        return *at;
+        return scramble(static_cast<std::uint64_t>(sum) + key[0]) ^ scramble(sum >> 64);
     }
-
-    void add(const Key& key, std::size_t slot) {
-        if (keys.at(slot)[0] != 0 || number(key) != 0) refuse("slot ", slot, " has a key, or the key has a slot");
-        number(keys[slot] = key) = static_cast<std::uint32_t>(slot + 1);
-    }
-
-    void remove(const Key& key) {
-        std::uint32_t& found = number(key);
-        if (found != 0) keys[found - 1] = {}, found = std::exchange(next[found - 1], 0);
-    }
-
-    std::vector<std::uint32_t> first, next;
-    std::vector<Key> keys;
 };
+
+using KeyTable = std::unordered_map<Key, std::int64_t, KeyHash>;  // slot of each
 
 inline Key given(const nb::bytes& key) { return padded({key.c_str(), key.size()}); }
 
-inline nb::object py_run(KeyTable& table, const nb::bytes& keys, const Marks& states, std::uint8_t state,
+inline nb::object py_run(const KeyTable& table, const nb::bytes& keys, const Marks& states, std::uint8_t state,
                          const Marks& marks) {
-    if (std::min(states.size(), marks.size()) < table.keys.size()) refuse("states, marks: one for each slot is needed");
     auto slots = std::make_shared<BlockList::Numbers>();
     each_key(keys, [&](const Key& key) {
-        const std::int64_t slot = std::int64_t{table.number(key)} - 1;
-        if (slot < 0 || states(slot) != state) return false;
+        const auto found = table.find(key);
+        if (found == table.end()) return false;
+        const auto slot = static_cast<std::size_t>(found->second);
+        if (slot >= std::min(states.size(), marks.size())) refuse("states, marks: one for each slot is needed");
+        if (states(slot) != state) return false;
         marks(slot) = 1;
-        slots->push_back(slot);
+        slots->push_back(found->second);
         return true;
     });
     return show<BlockList::Shown, std::int64_t>(slots);
@@ -84,10 +68,14 @@ inline nb::object py_run(KeyTable& table, const nb::bytes& keys, const Marks& st
 inline void bind_keys(nb::module_& m) {
     m.def("count_keys", [](const nb::bytes& keys) { return each_key(keys, [](const Key&) { return true; }); });
     nb::class_<KeyTable>(m, "KeyTable", nb::is_final())
-        .def(nb::init<std::size_t>())
-        .def("__setitem__", [](KeyTable& all, const nb::bytes& key, std::size_t slot) { all.add(given(key), slot); })
-        .def("__delitem__", [](KeyTable& table, const nb::bytes& key) { table.remove(given(key)); })
-        .def("find", [](KeyTable& all, const nb::bytes& key) { return std::int64_t{all.number(given(key))} - 1; })
+        .def(nb::init<>())
+        .def("__setitem__", [](KeyTable& all, const nb::bytes& key, std::int64_t slot) { all[given(key)] = slot; })
+        .def("__delitem__", [](KeyTable& all, const nb::bytes& key) { all.erase(given(key)); })
+        .def("find",
+             [](const KeyTable& all, const nb::bytes& key) {
+                 const auto found = all.find(given(key));
+                 return found == all.end() ? -1 : found->second;
+             })
         .def("run", &py_run);
 }
 

@@ -181,13 +181,10 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             TypeError, ParamError: ``keys`` is not a list or tuple of bytes, each of 1 to 64.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
-        return self._look_up([self._namespace], keys, self._options.lookup_ms)[0]
+        return self._look_up([self._namespace], keys)[0]
 
-    def lookup_ranks(self, keys: Sequence[bytes], timeout_ms: int | None = None) -> list[Hit]:
+    def lookup_ranks(self, keys: Sequence[bytes]) -> list[Hit]:
         """Return the leading run of ``keys`` that the store has for all ranks: equally long hits, one of each rank.
-
-        Args:
-            timeout_ms: Milliseconds of the call. Default: ``lookup_ms`` of the options.
 
         Returns:
             Hits in rank order, which :meth:`release` ends one by one; empty for a miss.
@@ -195,13 +192,12 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         Raises:
             TypeError, ParamError, StateError: As :meth:`lookup`.
         """
-        hits = self._look_up(self._ranks, keys, self._options.lookup_ms if timeout_ms is None else timeout_ms)
+        hits = self._look_up(self._ranks, keys)
         return hits if len(hits[0]) else []
 
-    def _look_up(self, namespaces: list[bytes], keys: Sequence[bytes], timeout_ms: int) -> list[Hit]:
+    def _look_up(self, namespaces: list[bytes], keys: Sequence[bytes]) -> list[Hit]:
         checked, why = _check_keys(keys), "absent"
-        check_timeout(timeout_ms)
-        deadline, step = Deadline(timeout_ms), messages.MAX_LOOKUP_KEYS // len(namespaces)
+        deadline, step = Deadline(self._options.lookup_ms), messages.MAX_LOOKUP_KEYS // len(namespaces)
         hits = [Hit(name) for name in namespaces]
         try:
             for begin in range(0, len(checked), step):

@@ -103,7 +103,7 @@ class Slots:
         self.readers = Readers(count)
         self._states = np.zeros(count, np.uint8)
         self._free = list(range(count - 1, -1, -1))
-        self._slot_of = KeyTable(count)  # FILLING and PUBLISHED
+        self._slot_of = KeyTable()  # FILLING and PUBLISHED
         self._keys: list[bytes] = [b""] * count
         self._digests = np.zeros((count, 2), np.uint64)
         self._visited = bytearray(count)

@@ -47,13 +47,23 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     supports_sleep_mode = False  # vLLM 0.32 does not ask
     _scheduler: Any = None
     _worker: Any = None
-    _stats, _metrics = Stats, StatsMetrics
+    _halves: tuple[type[Any], type[Any]]
+    _metrics = StatsMetrics
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER and vllm_version.partition("+")[0] not in TRIED:
             logger.warning_once("vLLM %s was never tried with these connectors; %s was", vllm_version, *TRIED)
+        require_supported(vllm_config, kv_cache_config)
+        self._require(vllm_config, kv_cache_config, role)
+        scheduler, worker = self._halves
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = worker(vllm_config, kv_cache_config)
+
+    def _require(self, config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
+        """Raise ParamError, in one sentence, for an engine that this connector cannot serve."""
 
     def shutdown(self) -> None:
         (self._worker or self._scheduler).stop()
@@ -129,7 +139,7 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return cls._stats(data or {})
+        return Stats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
@@ -144,13 +154,7 @@ class LLMDataDistConnector(HalvedConnector):
     """
 
     _cache_hit_source = CacheHitSource.P2P
-
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(vllm_config, kv_cache_config)
-        else:
-            self._worker = RankWorker(vllm_config, kv_cache_config)
+    _halves = Scheduler, RankWorker
 
     # --- in the scheduler ---------------------------------------------------------------------------------------------
 

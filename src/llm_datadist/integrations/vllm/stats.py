@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
@@ -36,23 +36,17 @@ STORE_COUNTERS: Final = dict.fromkeys(_NOT_LOST + LOST, "See the page 'A prefix 
 
 @dataclass
 class Stats(KVConnectorStats):
-    """The numbers of one interval."""
-
-    counters: ClassVar[dict[str, str]] = COUNTERS
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
+    """The numbers of one interval, by counter; what is not there is 0."""
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = dict.fromkeys(self.counters, 0)
+        self.data: dict[str, Any] = {}
 
     def add(self, name: str, number: float = 1) -> None:
-        self.data[name] += number
+        self.data[name] = self.data.get(name, 0) + number
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, number in other.data.items():
-            self.data[name] = self.data.get(name, 0) + number
+            self.add(name, number)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -65,19 +59,13 @@ class Stats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
-    def take(self) -> Self | None:
+    def take(self) -> Stats | None:
         """Return the numbers since the last call, None if there are none."""
         if self.is_empty():
             return None
-        found = type(self)(self.data)
+        found = Stats(self.data)
         self.reset()
         return found
-
-
-class StoreStats(Stats):
-    """The store connector's."""
-
-    counters = STORE_COUNTERS
 
 
 class StatsMetrics(KVConnectorPromMetrics):

@@ -11,7 +11,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm.connector import HalvedConnector
 from llm_datadist.integrations.vllm.kinds import windows_of
-from llm_datadist.integrations.vllm.stats import StoreStats, StoreStatsMetrics
+from llm_datadist.integrations.vllm.stats import StoreStatsMetrics
 from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 
@@ -35,15 +35,24 @@ class LLMDataDistStoreConnector(HalvedConnector):
 
     _cache_hit_source = CacheHitSource.HOST
     requires_kv_delivery = False  # what is not saved is computed
-    _stats, _metrics = StoreStats, StoreStatsMetrics
+    _halves, _metrics = (StoreScheduler, StoreWorker), StoreStatsMetrics
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        _require_storable(vllm_config, kv_cache_config, role)
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = StoreScheduler(vllm_config, kv_cache_config)
-        else:
-            self._worker = StoreWorker(vllm_config, kv_cache_config)
+    def _require(self, config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
+        transfer, algorithm = config.kv_transfer_config, config.cache_config.prefix_caching_hash_algo
+        option = transfer.get_from_extra_config
+        # Inside MultiConnector, workers see vLLM's own configuration, and the scheduler its part's only.
+        whole = (get_current_vllm_config_or_none() or config).kv_transfer_config
+        worker, policy = role is KVConnectorRole.WORKER, whole.kv_load_failure_policy
+        for refused, rule in (
+            (not isinstance(option("store", None), str), 'store: "IP:PORT" of `llm-datadist store` is needed'),
+            (transfer.kv_role != "kv_both", f"kv_role={transfer.kv_role}: must be kv_both"),
+            (worker and policy != "recompute", f"kv_load_failure_policy={policy}: must be recompute"),
+            (algorithm not in _HASHES, f"prefix_caching_hash_algo={algorithm}: {_WEAK}; use sha256_cbor"),
+            (config.speculative_config is not None, "speculative decoding is not supported"),
+            (windows_of(cache) != [None], "layers: only one group of full attention or MLA is supported"),
+        ):
+            if refused:
+                raise ParamError(f"LLMDataDistStoreConnector: {rule}")
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         hashed, size = gpu_block_pool.hash_block_size, self._vllm_config.cache_config.block_size
@@ -58,22 +67,3 @@ class LLMDataDistStoreConnector(HalvedConnector):
     def reset_cache(self) -> bool:
         """Let nothing that was saved be found again; return False if the store has not answered within a second."""
         return self._scheduler.reset()
-
-
-def _require_storable(config: VllmConfig, cache: KVCacheConfig, role: KVConnectorRole) -> None:
-    """Raise ParamError or LLMException, in one sentence, for an engine that this connector cannot serve."""
-    transfer, algorithm = config.kv_transfer_config, config.cache_config.prefix_caching_hash_algo
-    option = transfer.get_from_extra_config
-    # Inside MultiConnector, workers see vLLM's own configuration, and the scheduler its part's only.
-    whole = (get_current_vllm_config_or_none() or config).kv_transfer_config
-    worker, policy = role is KVConnectorRole.WORKER, whole.kv_load_failure_policy
-    for refused, rule in (
-        (not isinstance(option("store", None), str), 'store: not given; "IP:PORT" of `llm-datadist store` is needed'),
-        (transfer.kv_role != "kv_both", f"kv_role={transfer.kv_role}: must be kv_both"),
-        (worker and policy != "recompute", f"kv_load_failure_policy={policy}: must be recompute"),
-        (algorithm not in _HASHES, f"prefix_caching_hash_algo={algorithm}: {_WEAK}; use sha256_cbor"),
-        (config.speculative_config is not None, "speculative decoding is not supported"),
-        (windows_of(cache) != [None], "layers: only one group of full attention or MLA is supported"),
-    ):
-        if refused:
-            raise ParamError(f"LLMDataDistStoreConnector: {rule}")

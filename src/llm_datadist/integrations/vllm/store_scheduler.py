@@ -42,7 +42,7 @@ from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.offers import FIELD
 from llm_datadist.integrations.vllm.staging import Ring, staged_slots
-from llm_datadist.integrations.vllm.stats import LOST, StoreStats
+from llm_datadist.integrations.vllm.stats import LOST, Stats
 from llm_datadist.store import StoreClient, StoreOptions
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class StoreScheduler:
         self.pool: BlockPool  # vLLM's
         self._orders = StoreOrders()
         self._events: list[BlockStored] = []
-        self.stats = StoreStats()
+        self.stats = Stats()
         self._lost: dict[str, float] = {}  # since the last line
         self._tell_at = 0.0  # monotonic
 

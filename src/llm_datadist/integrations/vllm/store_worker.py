@@ -24,7 +24,7 @@ from llm_datadist import BlocksCacheKey
 from llm_datadist._log import named
 from llm_datadist.errors import LLMException
 from llm_datadist.integrations.vllm.rank import Rank
-from llm_datadist.integrations.vllm.stats import StoreStats
+from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
 
@@ -76,7 +76,7 @@ class StoreWorker(Rank):
         self._part = b""  # of the orders' namespaces
         self._begun: dict[str | int, float] = {}  # by load or save that is not reported: monotonic
         self._cleared_at = 0.0  # monotonic, when the saver heard of it: saves that began before are of before
-        self.stats = StoreStats()
+        self.stats = Stats()
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
         self._cache = self._register(views, BlocksCacheKey(self.cluster_id), whole=True)
