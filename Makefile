@@ -156,7 +156,7 @@ MUTATION ?= --sample 3 --seed $(shell date +%j) --time 1200
 mutation: $(VENV)/.mutation
 	@mkdir -p build
 	@rm -f build/mutation.jsonl
-	@$(BIN)/python -m tests.mutation run --session build/mutation.jsonl $(MUTATION)
+	@$(BIN)/python -m tests.mutation --session build/mutation.jsonl $(MUTATION)
 
 # The standard suite and its files, or what BENCH says.
 BENCH ?= --json benchmarks/results/latest.json --plot benchmarks/results

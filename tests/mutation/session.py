@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-STAGES: Final = ("unit", "wide", "full")
+STAGES: Final = ("unit", "wide")
 KILLED, SURVIVED = "killed", "survived"
 #: C++ that does not compile.
 NO_MUTANT: Final = "no mutant"
@@ -21,8 +21,6 @@ class Session:
         self._path = path
         #: By key of the mutant, what each stage came to. An empty one: no stage has run yet.
         self.results: dict[str, dict[str, str]] = {}
-        #: By key of the mutant, the test that killed it, and the digest of that test's file.
-        self.killers: dict[str, tuple[str, str]] = {}
         self._head: dict[str, object] | None = None
         if path.exists():
             for line in path.read_text().splitlines():
@@ -35,8 +33,6 @@ class Session:
             stages = self.results.setdefault(str(entry["mutant"]), {})
             if "stage" in entry:
                 stages[str(entry["stage"])] = str(entry["outcome"])
-            if "killer" in entry:
-                self.killers[str(entry["mutant"])] = str(entry["killer"]), str(entry["digest"])
 
     def begin(self, settings: dict[str, object]) -> None:
         """Begin, or go on with what was begun with the same settings.
@@ -68,7 +64,7 @@ class Session:
 
     def table(self) -> str:
         """Return the table of all modules and the list of survivors, both sorted."""
-        lines = [f"{'module':<28}{'mutants':>9}{'unit':>7}{'wide':>7}{'full':>7}{'survived':>10}{'not run':>9}"]
+        lines = [f"{'module':<28}{'mutants':>9}{'unit':>7}{'wide':>7}{'survived':>10}{'not run':>9}"]
         for module in sorted({key.split(":")[0] for key in self.results}):
             keys = [key for key in self.results if key.split(":")[0] == module and self.outcome(key) != NO_MUTANT]
             killed = [sum(self.results[key].get(stage) == KILLED for key in keys) for stage in STAGES]
@@ -81,15 +77,3 @@ class Session:
     def _write(self, entry: dict[str, object]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-
-
-def compare(before: Session, after: Session) -> tuple[list[str], str]:
-    """Return the mutants that were killed before and survive after, and a summary in one line."""
-    one, other = ({key: each.outcome(key) for key in each.results if each.outcome(key)} for each in (before, after))
-    both = sorted(one.keys() & other.keys())
-    lost = [key for key in both if (one[key], other[key]) == (KILLED, SURVIVED)]
-    won = sum((one[key], other[key]) == (SURVIVED, KILLED) for key in both)
-    return lost, (
-        f"{len(both)} mutants in both: {len(lost)} killed before survive now, {won} the other way; "
-        f"{len(one) - len(both)} only before, {len(other) - len(both)} only after"
-    )
