@@ -9,8 +9,6 @@ from typing import Any, Final
 #: ``HEAD``. Its functions travel to other processes by the name of the module, so that none is run as __main__.
 PROGRAMS: Final = {
     "campaign": "faults.campaign.supervisor",
-    "crowd": "faults.crowd",
-    "floods": "faults.floods",
     "fuzz": "faults.fuzz.command",
     "grants": "faults.grants",
     "interrupts": "faults.interrupts",
@@ -19,7 +17,6 @@ PROGRAMS: Final = {
     "stuck-readers": "faults.stuck_readers",
     "tamper": "faults.tamper",
     "trials": "faults.trials",
-    "unmapping": "faults.unmapping",
 }
 
 

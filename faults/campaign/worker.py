@@ -24,7 +24,7 @@ from random import Random
 from typing import Any, Final
 
 from faults.campaign.interrupted import Bell, Linker, RungScene
-from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
+from faults.campaign.journal import SLACK_SECONDS, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
 from faults.campaign.memory import Destination, Directory, Kind, Stamp, whole
 from faults.campaign.mover import Mover, Roamer
@@ -141,9 +141,8 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     engine.store.registry.next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(engine.store.exports.incarnation)
-    doing = Doing(partial(directory.doing.__setitem__, worker))
     path = folder / f"journal-{epoch.number}-{worker}-{life}"
-    journal = Journal(path, f"worker {worker}", doing, harmed=epoch.harmed)
+    journal = Journal(path, f"worker {worker}", harmed=epoch.harmed)
     scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]

@@ -173,7 +173,7 @@ def test_a_bar_on_a_terminal_and_only_lines_on_pipes() -> None:
     command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", *options]
     done = run(*command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("1 of 1: pull")
+    assert "\n1 of 1: pull" in done.stderr
     assert _BAR not in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     status, shown = on_terminal(command, 120)
