@@ -5,9 +5,7 @@ import os
 import secrets
 import signal
 import socket
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -152,23 +150,3 @@ def test_two_connections_share_one_peer_and_the_last_gives_it_back() -> None:
             assert repr(memory) == f"<PeerMemory of pid {process.pid}: closed>"
             del memory
             assert settled(before) == before
-
-
-def test_memory_closed_by_many_threads_is_released_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    releases: list[None] = []
-    monkeypatch.setattr(PeerMemory, "_release", lambda memory: releases.append(None))
-    gate = threading.Barrier(8)
-
-    def close(memory: PeerMemory) -> None:
-        gate.wait()
-        memory.close()
-
-    with ThreadPoolExecutor(8) as threads:
-        for number in range(50):
-            memory = object.__new__(PeerMemory)
-            memory.pidfd, memory._others = 0, []
-            for _ in range(7):
-                memory.share()
-            list(threads.map(close, [memory] * 8))
-            memory.pidfd = -1
-            assert len(releases) == number + 1
