@@ -15,7 +15,6 @@ PROGRAMS: Final = {
     "rebind": "faults.rebind",
     "store": "faults.store.command",
     "stuck-readers": "faults.stuck_readers",
-    "tamper": "faults.tamper",
     "trials": "faults.trials",
 }
 

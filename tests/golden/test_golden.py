@@ -15,7 +15,6 @@ from tests.support.wire import messages
 
 GROUPS: Final = groups()
 STORED: Final = load()
-NEWEST: Final[int] = STORED["protocol"]["version"]
 #: By kind of message: its group, and the names of its frames.
 KINDS: Final[dict[Any, tuple[str, list[str]]]] = {}
 for _group in ("protocol", "rendezvous"):

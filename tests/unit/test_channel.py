@@ -476,6 +476,21 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
         ends.channel.send(Beat(1))
 
 
+def test_an_encrypted_message_that_was_changed_ends_the_channel_after_what_came_before(
+    control: ControlLoop, tmp_path: Path
+) -> None:
+    tls = shaken(Credentials(CredentialFiles(secrets=new_secret(tmp_path / "secrets", "a"))))
+    ends = Ends(control, tls=tls).begin()
+    first, second, third = (tls[1].encrypt(frame(Beat(number))) for number in range(3))
+    ends.theirs.sendall(first)
+    wait_until(lambda: ends.heard == [Beat(0)])
+    ends.theirs.sendall(second[:-1] + bytes([second[-1] ^ 1]) + third)
+    wait_until(ends.ended)
+    assert ends.heard == [Beat(0)]
+    assert "tampered" in ends.lost[0]
+    ends.close()
+
+
 @pytest.mark.parametrize("late", [True, False], ids=["an answer that nobody took", "read"])
 @pytest.mark.parametrize("fails", [True, False])
 def test_after_a_bug_or_a_close_nothing_is_delivered(
