@@ -12,7 +12,6 @@ PROGRAMS: Final = {
     "fuzz": "faults.fuzz.command",
     "grants": "faults.grants",
     "interrupts": "faults.interrupts",
-    "rebind": "faults.rebind",
     "store": "faults.store.command",
     "stuck-readers": "faults.stuck_readers",
     "trials": "faults.trials",
