@@ -137,7 +137,7 @@ faults: $(STAMP)
 
 # Moments that a test cannot choose, each met often (docs/notes/testing.md).
 trials: $(STAMP)
-	@for each in trials grants interrupts stuck-readers; do \
+	@for each in trials interrupts stuck-readers; do \
 		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
 
 # What depends on moments: each of them often, beside others; with NIXL, whose tests are among them.

@@ -10,7 +10,6 @@ from typing import Any, Final
 PROGRAMS: Final = {
     "campaign": "faults.campaign.supervisor",
     "fuzz": "faults.fuzz.command",
-    "grants": "faults.grants",
     "interrupts": "faults.interrupts",
     "store": "faults.store.command",
     "stuck-readers": "faults.stuck_readers",

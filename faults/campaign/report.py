@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from faults.campaign.schedule import Epoch, Event
 from faults.gates import STEPS
 
@@ -54,32 +52,6 @@ def _by_first(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]
     return found
 
 
-class Growth:
-    """What processes hold at the end of each epoch, and by how much it grows in an hour: one slope for all processes,
-    each with a level of its own. The supervisor's thread only."""
-
-    def __init__(self) -> None:
-        self._samples: defaultdict[int, list[tuple[float, dict[str, float]]]] = defaultdict(list)
-
-    def add(self, pid: int, sample: dict[str, float], now: float | None = None) -> None:
-        self._samples[pid].append(((time.monotonic() if now is None else now) / 3600, sample))
-
-    def as_dict(self) -> dict[str, float]:
-        series = [each for each in self._samples.values() if len(each) > 1]
-
-        def off_mean(values: Iterable[Iterable[float]]) -> Any:
-            return np.concatenate([(array := np.array(list(each))) - array.mean() for each in values])
-
-        slopes = {}
-        for name in series[0][0][1] if series else ():
-            x, y = (
-                off_mean([at for at, _ in each] for each in series),
-                off_mean([s[name] for _, s in e] for e in series),
-            )
-            slopes[name] = float((x * y).sum() / (x * x).sum())
-        return slopes
-
-
 class Report:
     """Reads what the workers wrote. The supervisor's thread only."""
 
@@ -93,7 +65,6 @@ class Report:
         self.arrivals: Counter[tuple[str, str]] = Counter()
         self.violations: list[dict[str, Any]] = []
         self.worst = self.slowest = 0.0
-        self.growth = Growth()
         self._epoch: Epoch | None = None
         self._events: list[str] = []
         self._arrived: set[str] = set()  # in this epoch
@@ -160,7 +131,6 @@ class Report:
             "arrivals": _by_first({(transport, step): n for (step, transport), n in self.arrivals.items()}),
             "worst_lateness_seconds": self.worst,
             "end_after_interrupt_seconds": self.slowest,
-            "growth_per_hour": self.growth.as_dict(),
             "violations": self.violations,
         }
 
@@ -184,7 +154,6 @@ class Report:
             [f"{'errors by type':<66}{'calls':>10}", *(f"{k:<66}{v:>10,}" for k, v in errors.most_common())],
             _grid("faults", ("number",), [(name, (count,)) for name, count in self.faults.most_common()]),
             _grid("arrivals at steps", [each or "no link" for each in transports], arrivals),
-            _grid("growth in an hour", ("slope",), [(k, (slope,)) for k, slope in self.growth.as_dict().items()]),
             self._judgement(),
         ]
         return "\n\n".join("\n".join(part) for part in parts)

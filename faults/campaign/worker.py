@@ -6,7 +6,6 @@ Among them: processes that fork under load, and that leave as any interpreter do
 import ctypes
 import faulthandler
 import gc
-import mmap
 import os
 import signal
 import sys
@@ -308,8 +307,8 @@ def prove(world: World) -> None:
         target.close()
 
 
-def finish(world: World, unlink: bool) -> dict[str, float]:
-    """Give all back; judge what is left; finalize; judge again. Return what the process holds."""
+def finish(world: World, unlink: bool) -> None:
+    """Give all back; judge what is left; finalize; judge again."""
     life: _Life = world.memory.pop("life")
     scene, journal = life.scene, life.scene.journal
     if life.proof is not None:
@@ -327,7 +326,6 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
         world.dd.check_integrity()
     except AssertionError as error:
         journal.violation("internal errors", f"check_integrity: {error!r}")
-    statistics = world.dd.statistics()
     journal.call("finalize", scene.budget, world.dd.finalize)
     journal.__exit__()
     before = life.before
@@ -337,14 +335,6 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
     if left:
         journal.violation("leaks", f"left after finalize: {left}")
     journal.flush()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "RSS, KiB": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1024,
-        "mappings": Path("/proc/self/maps").read_text().count("\n"),
-        "threads": len(os.listdir("/proc/self/task")),
-        "pins": statistics.pins,
-        "quarantined bytes": statistics.quarantined_bytes,
-    }
 
 
 def _freed(life: _Life) -> bool:

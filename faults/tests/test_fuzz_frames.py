@@ -20,7 +20,6 @@ from llm_datadist._links import messages
 from llm_datadist._links.messages import Release, decode
 from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._transfer.target import Target
-from llm_datadist.errors import AuthFailed
 from tests.support.world import anonymous_bytes, residue, settled
 
 FRAMES: Final = 20_000
@@ -146,23 +145,6 @@ def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(greetings.Sessions, "session", gullible)
     with pytest.raises(fuzz.Finding, match="a stranger was authenticated"):
         greetings.fuzz_greetings(2_000, 1, sealed=True)
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_a_session_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    decrypt = TlsSession.decrypt
-
-    def patient(self: TlsSession, received: bytes) -> bytes:
-        try:
-            return decrypt(self, received)
-        except AuthFailed as error:
-            if "ended the session" in str(error):
-                return b""
-            raise
-
-    monkeypatch.setattr(TlsSession, "decrypt", patient)
-    with pytest.raises(fuzz.Finding, match=r"a TLS session keeps \d+ bytes unopened"):
-        links.fuzz_handlers(10_000, 1, sealed=True)
 
 
 # --- the forge --------------------------------------------------------------------------------------------------------

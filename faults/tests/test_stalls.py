@@ -4,35 +4,14 @@ import pytest
 
 from faults.stalls import go_on, stall_there
 from llm_datadist import CacheKey
-from llm_datadist.errors import CacheNotFound, DeadlineExceeded
-from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
+from llm_datadist.errors import CacheNotFound
+from tests.support.linking import begin_there, bytes_move_both_ways, result_there, runs_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair
 from tests.support.world import World
 
 KEY = CacheKey(1, 10)
 PATIENT = {"llm.PeerTimeout": "600"}
-
-
-@pytest.mark.parametrize("what", ["registry", "control", "frame"])
-def test_a_question_to_a_stalled_target_ends_with_its_deadline_and_the_next_one_is_answered(
-    shm_pair: Pair, what: str
-) -> None:
-    shm_pair.start(sync_kv_timeout=1000, extra=PATIENT)  # the calls afterwards have no more on a busy machine
-    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
-    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
-    shm_pair.prompt.do(stall_there, what, 2)
-    with pytest.raises(DeadlineExceeded) as caught:
-        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
-    assert caught.value.phase == "resolve"
-    assert shm_pair.decoder.do(links) == {1: "ready"}
-    same_bytes(shm_pair.decoder.do(show, "rows"), target)
-    shm_pair.prompt.do(go_on)
-    # The late answer's pin comes back, and nothing was consumed.
-    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
-    shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
-    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
 
 
 @pytest.mark.parametrize("what", ["copy", "pool"])

@@ -1,8 +1,8 @@
-"""Some trials of each kind (`faults/trials.py` makes as many as one likes), and grants, in short."""
+"""Some trials of each kind; `faults/trials.py` makes as many as one likes."""
 
 import pytest
 
-from faults import grants, trials
+from faults import trials
 
 
 @pytest.mark.parametrize("transport", trials.TRANSPORTS)
@@ -18,10 +18,3 @@ def test_memory_used_again_under_who_was_stopped_inside_a_copy(transport: str, w
     report = trials.run(transport, what, 8, seen=seen)
     assert report.good, "\n".join([trials.HEAD, report.line(), *report.faults])
     assert seen(report), report.line()
-
-
-@pytest.mark.parametrize("transport", grants.TRANSPORTS)
-def test_blocks_that_are_used_again_while_readers_claim_them(transport: str) -> None:
-    churn = grants.run(transport, 8000)
-    assert churn.good, "\n".join([grants.HEAD, churn.line(), *churn.faults])
-    assert grants.run(transport, 8000, guarded=False).wrong_bytes > 0, "without grants it goes wrong"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from llm_datadist.bench.cases import Case
-from llm_datadist.bench.driver import prepare, run
+from llm_datadist.bench.driver import run
 from llm_datadist.bench.processes import RunningContender
 from llm_datadist.bench.report import BenchReporter
 from llm_datadist.bench.workload import BenchWorkload, Op
@@ -140,25 +140,3 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
         wait_until(lambda: {state_of(pid) for pid in pids} == {"T"})
         driver.kill()
     wait_until(lambda: all(map(has_ended, pids)))
-
-
-def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_contender_and_the_memory_are_there(
-    told: Told,
-) -> None:
-    peers = contender("NotForThis"), "nowhere:Contender", contender("Good"), contender("Missing")
-    case = replace(GOOD, limit=contender("CannotStart"), peers=peers)
-    left = prepare([case, case], told, LONG_S)
-    assert [each.contenders for each in left] == [(contender("Good"), contender("Good"))] * 2
-    assert sum("never for pull" in line for line in told.lines) == 1, "each thing is said once"
-    for said in ("no such adapter", "never for pull", "No module named 'nowhere'", "has no attribute 'Missing'"):
-        assert said in str(told.lines)
-    assert told.steps == []
-    for name in ("CannotStart", "NotForThis", "Missing"):
-        told.lines.clear()
-        assert prepare([replace(GOOD, contender=contender(name))], told, LONG_S) == []
-        assert f"left out: {GOOD.title}" in told.lines
-    large = BenchWorkload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
-    assert prepare([replace(GOOD, workload=large), GOOD], told, LONG_S) == [GOOD]
-    [line] = [each for each in told.lines if "GiB are available" in each]
-    assert line.startswith("left out")
-    assert "need 4194304 GiB" in line

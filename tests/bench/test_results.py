@@ -187,7 +187,7 @@ def _check_screen(suite: list[Row]) -> None:
     assert line.endswith(f"of {len(floors(suite))} floors met")
 
 
-def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_is_asked_for() -> None:
+def test_the_suite_has_every_path_and_answers_every_floor() -> None:
     cases = standard(Request(op=Op.PULL, set_bytes=512 << 20))
     assert {case.workload.op for case in cases} == set(Op)
     for transport in ("shm", "cma", "tcp"):
@@ -200,16 +200,6 @@ def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_
     unanswered = [floor.what for floor in floors(answered) if floor.measured is None]
     assert unanswered == []
     _check_screen(answered)
-    cases = standard(Request(op=Op.PULL, set_bytes=2 << 20, against=("memcpy", "nixl"), threads=3))
-    assert {contender for case in cases for contender in case.contenders[1:]} == {
-        "memcpy",
-        "nixl",
-        "nixl-tcp",
-        "nixl-prepared",
-    }
-    pulls = [case for case in cases if case.workload.op is Op.PULL and case.workload.blocks not in (100, 1000, 10**6)]
-    assert max(case.workload.nbytes for case in pulls) == 2 << 20
-    assert {case.workload.threads for case in cases if case.workload.op in (Op.PULL, Op.COPY, Op.LATENCY)} == {3}
 
 
 @pytest.mark.parametrize(
