@@ -461,7 +461,7 @@ def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypa
         with pytest.raises(kind, match=text):
             end.do(verb, *arguments)
     assert prompt.do(totals).active == 1
-    monkeypatch.setattr(grants, "MAX_GRANT", 32)
+    monkeypatch.setattr(grants, "MAX_GRANT", 32)  # a message has room for more blocks than a pool here
     token = prompt.do(give, [1, 2])
     with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
         decoder.do(claim, token)
