@@ -37,7 +37,7 @@ def lookups(store: Double) -> Iterator[Lookups]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
+    now = [100.0]  # so that no test waits for the seconds of the rules
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
