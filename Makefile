@@ -155,7 +155,6 @@ $(VENV)/.mutation: $(STAMP)
 MUTATION ?= --sample 3 --seed $(shell date +%j) --time 1200
 mutation: $(VENV)/.mutation
 	@mkdir -p build
-	@rm -f build/mutation.jsonl
 	@$(BIN)/python -m tests.mutation --session build/mutation.jsonl $(MUTATION)
 
 # The standard suite and its files, or what BENCH says.

@@ -46,9 +46,6 @@ class Crowd:
         self._made = self._coming = 0  # the second has not said anything yet
         self.counts: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._here)
-
     def dial(self) -> None:
         task = self._loop.create_task(self._come(self._manners[self._made % len(self._manners)], 1_000 + self._made))
         self._here.add(task)

@@ -1,7 +1,6 @@
 """``python -m tests.mutation --session FILE``: see docs/notes/mutation.md."""
 
 import argparse
-import hashlib
 import queue
 import sys
 import tempfile
@@ -24,9 +23,7 @@ _PLAN: Final = Path(__file__).with_name("plan.toml")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a pass and print its table; return the exit status."""
     run = argparse.ArgumentParser(prog="python -m tests.mutation", description="Mutation testing.")
-    run.add_argument(
-        "--session", type=Path, required=True, help="file for the results; a pass goes on where it is there"
-    )
+    run.add_argument("--session", type=Path, required=True, help="file for the results")
     run.add_argument("--module", action="append", help="only this one of tests/mutation/plan.toml; may be repeated")
     run.add_argument("--sample", type=int, help="so many mutants of each module; all, if left out")
     run.add_argument("--seed", type=int, default=1, help="what the sample is chosen by (1)")
@@ -51,8 +48,6 @@ class _Pass:
     def run(self) -> None:
         sources = {module: (ROOT / PACKAGE / module).read_text() for module in self._modules}
         options, operators = self._options, self._plan["operators"]
-        digests = {module: hashlib.sha256(text.encode()).hexdigest()[:12] for module, text in sources.items()}
-        self._session.begin({"sample": options.sample, "seed": options.seed, "modules": digests})
         with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
             for number in range(options.processes):
                 self._copies.put(Copy(Path(folder) / str(number)))
@@ -93,14 +88,13 @@ class _Pass:
         copy, since = self._copies.get(), time.monotonic()
         try:
             killer = copy.killer(mutant, baseline)
-            entry = {"outcome": SURVIVED} if killer is None else {"outcome": KILLED, "killer": killer}
+            outcome = SURVIVED if killer is None else KILLED
         except NoMutantError:
-            entry = {"outcome": NO_MUTANT}
+            killer, outcome = None, NO_MUTANT
         finally:
             self._copies.put(copy)
         with self._lock:
-            seconds = round(time.monotonic() - since, 1)
-            self._session.add({"mutant": mutant.key, "stage": stage, "seconds": seconds} | entry)
+            self._session.add(mutant.key, stage, outcome, killer=killer, seconds=round(time.monotonic() - since, 1))
 
 
 def _say(text: str) -> None:

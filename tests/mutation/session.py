@@ -1,4 +1,4 @@
-"""What came of a pass over mutants: a file with one line for each stage of each mutant, so that a pass can go on."""
+"""What came of a pass over mutants, also in a file: one line for each stage of each mutant."""
 
 import json
 from pathlib import Path
@@ -11,51 +11,27 @@ NO_MUTANT: Final = "no mutant"
 
 
 class Session:
-    """Results by mutant and stage, in a file. One thread writes.
+    """Results by mutant and stage. One thread writes.
 
     Args:
-        path: The file; made if it is not there.
+        path: The file, begun anew.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        path.write_text("")
         #: By key of the mutant, what each stage came to. An empty one: no stage has run yet.
         self.results: dict[str, dict[str, str]] = {}
-        self._head: dict[str, object] | None = None
-        if path.exists():
-            for line in path.read_text().splitlines():
-                self._take(json.loads(line))
-
-    def _take(self, entry: dict[str, object]) -> None:
-        if "settings" in entry:
-            self._head = entry
-        elif "mutant" in entry:
-            stages = self.results.setdefault(str(entry["mutant"]), {})
-            if "stage" in entry:
-                stages[str(entry["stage"])] = str(entry["outcome"])
-
-    def begin(self, settings: dict[str, object]) -> None:
-        """Begin, or go on with what was begun with the same settings.
-
-        Raises:
-            ValueError: The file was made with other settings, or from other code.
-        """
-        head: dict[str, object] = {"settings": settings}
-        if self._head is None:
-            self._write(head)
-            self._head = head
-        elif self._head != head:
-            raise ValueError(f"{self._path} was begun with {self._head['settings']}, not {settings}: take another file")
 
     def choose(self, key: str) -> None:
         """Make a mutant part of the pass, before any stage of it has run."""
-        if key not in self.results:
-            self.add({"mutant": key})
+        self.results[key] = {}
 
-    def add(self, entry: dict[str, object]) -> None:
-        """Store a line."""
-        self._take(entry)
-        self._write(entry)
+    def add(self, key: str, stage: str, outcome: str, **more: object) -> None:
+        """Store what a stage came to."""
+        self.results[key][stage] = outcome
+        with self._path.open("a") as file:
+            file.write(json.dumps({"mutant": key, "stage": stage, "outcome": outcome} | more) + "\n")
 
     def outcome(self, key: str) -> str | None:
         """Return KILLED or SURVIVED by all stages so far, NO_MUTANT, or None where no stage has run."""
@@ -73,7 +49,3 @@ class Session:
             lines.append(f"{module:<28}{len(keys):>9}{cells}{survived:>10}{len(keys) - sum(killed) - survived:>9}")
         survivors = sorted(key for key in self.results if self.outcome(key) == SURVIVED)
         return "\n".join([*lines, "", f"survived ({len(survivors)}):", *(f"  {key}" for key in survivors)])
-
-    def _write(self, entry: dict[str, object]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")

@@ -533,15 +533,6 @@ def test_a_process_that_has_ended(reaped: bool, write: bool) -> None:
             peek_process(dead.pid, dead.address, 16)
 
 
-def test_a_pid_that_is_none_and_local_memory_that_is_not_there(holder: Holder) -> None:
-    for pid in (0, -1, 2**31 - 1):
-        with pytest.raises(ProcessLookupError):
-            move(ProcessMemory(pid), holder.address, np.zeros(64, np.uint8))
-    nowhere, there = (Tensors(np.array([at], np.uint64), 64).native for at in (8, holder.address))
-    with pytest.raises(OSError, match="Bad address"):
-        ProcessMemory(holder.pid).read(ROW, nowhere, there, None, NO_DEADLINE)
-
-
 def test_a_write_that_misses_a_canary_writes_nothing_although_the_cookie_is_there(holder: Holder) -> None:
     """As a write that was stopped behind all its checks, and goes on in another address space."""
     holder.fill(np.arange(64, dtype=np.uint8))
