@@ -137,7 +137,7 @@ faults: $(STAMP)
 
 # Moments that a test cannot choose, each met often (docs/notes/testing.md).
 trials: $(STAMP)
-	@for each in trials rebind grants interrupts tamper stuck-readers crowd unmapping; do \
+	@for each in trials interrupts stuck-readers; do \
 		echo "== python -m faults $$each"; $(BIN)/python -m faults $$each || exit 1; done
 
 # What depends on moments: each of them often, beside others; with NIXL, whose tests are among them.
@@ -155,8 +155,7 @@ $(VENV)/.mutation: $(STAMP)
 MUTATION ?= --sample 3 --seed $(shell date +%j) --time 1200
 mutation: $(VENV)/.mutation
 	@mkdir -p build
-	@rm -f build/mutation.jsonl
-	@$(BIN)/python -m tests.mutation run --session build/mutation.jsonl $(MUTATION)
+	@$(BIN)/python -m tests.mutation --session build/mutation.jsonl $(MUTATION)
 
 # The standard suite and its files, or what BENCH says. benchmarks/results/latest.json is changed on purpose only, together
 # with docs/performance.md.

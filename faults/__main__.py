@@ -9,17 +9,11 @@ from typing import Any, Final
 #: ``HEAD``. Its functions travel to other processes by the name of the module, so that none is run as __main__.
 PROGRAMS: Final = {
     "campaign": "faults.campaign.supervisor",
-    "crowd": "faults.crowd",
-    "floods": "faults.floods",
     "fuzz": "faults.fuzz.command",
-    "grants": "faults.grants",
     "interrupts": "faults.interrupts",
-    "rebind": "faults.rebind",
     "store": "faults.store.command",
     "stuck-readers": "faults.stuck_readers",
-    "tamper": "faults.tamper",
     "trials": "faults.trials",
-    "unmapping": "faults.unmapping",
 }
 
 

@@ -1,24 +1,13 @@
-"""Strangers at a listener: what do 2,000 connections that greet cost a linked peer, and the process that listens?
+"""Strangers at a listener: 2,000 connections that greet, or say nothing, beside a peer that pulls."""
 
-    python -m faults crowd
-
-The strangers live in this process, and dial again when they are hung up on, at a rate. Meanwhile a linked peer pulls,
-by blocks and by key: the second asks the owner's control thread, which also greets the strangers; remote cache access
-is on, so that nothing is consumed. Every byte that it pulls is compared. Printed are its times quiet, beside strangers
-elsewhere (they dial a third instance, in a process of its own) and beside strangers here (they dial the owner), in
-turns. Strangers take CPU wherever they dial: the owner answers for the time here over the time elsewhere.
-"""
-
-import argparse
 import asyncio
 import os
 import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import product
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, Self
 
 import numpy as np
@@ -28,8 +17,6 @@ from faults.strangers import hello_of
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex
 from llm_datadist._links import messages as wire
 from llm_datadist.views import tensor_views
-from tests.support.ends import ChildEnd
-from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import Spec, make, moved, same_bytes, show
 from tests.support.world import World, anonymous_bytes
 
@@ -40,10 +27,6 @@ CROWD: Final = 2_000
 BLOCKS_KEY: Final = BlocksCacheKey(1, 0)
 #: Strangers on their way at a time: the queue of a listener is not longer, and a second passes before one comes again.
 _COMING: Final = 100
-_KINDS: Final = ("blocks", "key")
-#: Here over elsewhere, at most: quantile -> ratio. The second is for hold-ups: it depends more on who gets a core.
-_RATIOS: Final = {0.5: 2.0, 0.99: 10.0}
-REALTIME: Final = "both ends go first, where others use the machine too"
 
 
 def greeting(cluster_id: int) -> bytes:
@@ -62,9 +45,6 @@ class Crowd:
         self._here: set[asyncio.Task[None]] = set()
         self._made = self._coming = 0  # the second has not said anything yet
         self.counts: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._here)
 
     def dial(self) -> None:
         task = self._loop.create_task(self._come(self._manners[self._made % len(self._manners)], 1_000 + self._made))
@@ -122,10 +102,7 @@ def prepare(world: World) -> Any:
 
 
 def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
-    """Pull for some seconds, by blocks or by key; return how long each pull took (ms). The last one's bytes are right.
-
-    Between two pulls all bytes are changed, and after each the first and the last of each tensor are compared.
-    """
+    """Pull for some seconds, by blocks or by key; return how long each pull took (ms). Every byte is compared."""
     blocks, row, key = sources
     source = blocks if kind == "blocks" else row
     if kind not in world.caches:
@@ -148,76 +125,3 @@ def pull(world: World, kind: str, sources: Any, seconds: float) -> list[float]:
 
 def footprint(world: World) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), anonymous_bytes()
-
-
-def _beside(decoder: ChildEnd, crowd: Crowd, size: int, rate: float, *call: Any) -> list[float]:
-    """Let strangers come, at most ``rate`` in a second and ``size`` at a time, while the decoder pulls."""
-    decoder.begin(pull, *call)
-    since, dialled = time.monotonic(), 0
-    while not decoder.answered():
-        due = int((time.monotonic() - since) * rate) - dialled
-        for _ in range(min(due, size - len(crowd), 50)):
-            crowd.dial()
-            dialled += 1
-        crowd.serve(0.001)
-    times: list[float] = decoder.finish()
-    return times
-
-
-def go_first(_: World) -> None:
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-
-
-@contextmanager
-def measured_ends(transport: str, *, realtime: bool) -> Iterator[tuple[ChildEnd, ChildEnd]]:
-    with ExitStack() as stack:
-        prompt, decoder = (ChildEnd(name, fresh=True) for name in ("prompt", "decoder"))
-        stack.callback(prompt.close)
-        stack.callback(decoder.close)
-        if realtime:
-            prompt.do(go_first)
-            decoder.do(go_first)
-        start_both(prompt, decoder, transport, enable_remote_cache_accessible=True)
-        yield prompt, decoder
-
-
-def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    for transport, manner, kind in product(options.transport, options.manners, _KINDS):
-        with ExitStack() as stack:
-            prompt, decoder = stack.enter_context(measured_ends(transport, realtime=options.realtime))
-            elsewhere = stack.enter_context(closing(ChildEnd("elsewhere", fresh=True)))
-            elsewhere.start("PROMPT", 3, listen_ip_info="127.0.0.1:0", extra={"llm.Transport": transport})
-            sources = prompt.do(prepare)
-            assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-            decoder.do(pull, kind, sources, 1.0)
-            times: dict[str, list[float]] = {"quiet": [], "elsewhere": [], "here": []}
-            before, came = prompt.do(footprint), Counter[str]()
-            call = kind, sources, options.seconds
-            for _ in range(options.rounds):
-                times["quiet"] += decoder.do(pull, *call)
-                for where, end in (("elsewhere", elsewhere), ("here", prompt)):
-                    assert end.port is not None
-                    with Crowd(end.port, [manner]) as crowd:
-                        times[where] += _beside(decoder, crowd, options.strangers, options.rate, *call)
-                        after = prompt.do(footprint)
-                    time.sleep(0.3)
-                came += crowd.counts
-        p50, p99 = ({where: np.quantile(each, part) for where, each in times.items()} for part in _RATIOS)
-        ratios = [float(each["here"] / each["elsewhere"]) for each in (p50, p99)]
-        text = "; ".join(f"{where} p50 {p50[where]:.3f} p99 {p99[where]:.3f} ms" for where in times)
-        text += f" max {max(times['here']):.3f} ({len(times['here'])} pulls); {ratios[0]:.2f} and {ratios[1]:.2f} "
-        text += f"times those of elsewhere; {came['said']} came, {came['welcomed']} welcomed; "
-        text += f"+{after[0] - before[0]} descriptors, {(after[1] - before[1]) / 2**20:+.1f} MiB"
-        right = all(ratio <= most for ratio, most in zip(ratios, _RATIOS.values(), strict=True))
-        yield f"{transport:4} by {kind:6} {manner:6}: {text}", right
-
-
-OPTIONS: Final = {
-    "strangers": (CROWD, "connections at a time"),
-    "rate": (1_000.0, "connections in a second"),
-    "seconds": (2.0, "of each part of a round"),
-    "rounds": (3, ""),
-    "transport": (("tcp", "shm"), ""),
-    "manners": (MANNERS, ""),
-    "realtime": (False, REALTIME),
-}

@@ -1,4 +1,4 @@
-"""What all runs of harm share: the campaign, the trials, the rebind race and the stuck readers.
+"""What all runs of harm share: the campaign, the trials and the stuck readers.
 
 Processes at both ends that end with the run, threads whose errors come out, calls whose outcome is judged, words that
 differ, waiting in bounds, and a command that prints one line for each report.

@@ -10,14 +10,11 @@ connections to come (:meth:`Relay.plan`) or for those that there are (:meth:`Rel
         relay.now("lane", "down", Fault("stall"))  # lanes carry nothing to the dialer any more
         relay.resume()
 
-*Up* is from the dialer to the listener, *down* the other way. A :class:`Way` does one wrong thing, chosen by a seed, to
-bytes or to records; :func:`carry` takes two sockets along their ways in the caller's thread.
+*Up* is from the dialer to the listener, *down* the other way.
 """
 
 import asyncio
 import math
-import random
-import select
 import socket
 import struct
 import threading
@@ -30,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar
 
-from faults.sealing import TLS_RECORDS, Framing, meaning
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import PREAMBLE_BYTES, Message, decode, frame
@@ -51,7 +47,6 @@ _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 30.0
 _RESET: Final = struct.pack("ii", 1, 0)  # linger for no time: close sends a reset
 #: When nothing moves for so long after a wrong byte the relay hangs up: an end may wait for what was dropped.
-_QUIET_SECONDS: Final = 0.004
 _LINK_QUIET_SECONDS: Final = 0.03
 #: What a fault can do, at the byte numbered ``at`` of its direction.
 FAULTS: Final = {
@@ -113,8 +108,6 @@ class Stream:
             piece, data = data[:room], data[room:]
             self._pass(piece, now)
             self._begin_due()
-        if self.way is not None and self.way.cut:
-            self.end = "truncate"
 
     def due(self, now: float) -> bytes:
         out = bytearray()
@@ -175,97 +168,31 @@ class Stream:
             self._out.append((start, piece))
 
 
-BYTE_HARM: Final = ("flip", "drop", "repeat", "insert", "cut")
-RECORD_HARM: Final = ("drop record", "repeat record", "swap records", "replace record", "shorten record", "reflect")
 NEVER: Final = 1 << 60
 
 
 class Way:
-    """One direction, and one wrong thing: to bytes ``at`` an offset, or to the record number ``at``."""
+    """One direction, of which one bit of the byte ``at`` an offset is flipped."""
 
-    def __init__(self, fault: str, at: int, rng: random.Random, framing: Framing) -> None:
-        self.hit = self.cut = False
-        self.came, self.went = bytearray(), bytearray()
-        self.other: Way | None = None
-        self.records: list[bytes] = []
-        self._fault, self._at, self._rng, self._framing = fault, at, rng, framing
-        self._seen = 0
-        self._pending = bytearray()
-        self._held = b""
+    def __init__(self, at: int = NEVER) -> None:
+        self.hit = False
+        self.came = bytearray()
+        self._at = at
 
     def feed(self, data: bytes) -> bytes:
+        index = self._at - len(self.came)
         self.came += data
-        out = self._feed_records(data) if self._fault in RECORD_HARM else self._feed_bytes(data)
-        self.went += out
-        return out
-
-    @property
-    def harmed(self) -> bool:
-        return not meaning(bytes(self.came)).startswith(meaning(bytes(self.went)))
-
-    def _feed_bytes(self, data: bytes) -> bytes:
-        index = self._at - self._seen
-        self._seen += len(data)
-        if self.hit or not 0 <= index < len(data):
+        if not 0 <= index < len(data):
             return data
         self.hit = True
-        count = self._rng.choice((1, 2, 16, 20, 1000))
-        before, these, after = data[:index], data[index : index + count], data[index + count :]
-        match self._fault:
-            case "flip":
-                return before + bytes([these[0] ^ 1 << self._rng.randrange(8)]) + these[1:] + after
-            case "drop":
-                return before + after
-            case "repeat":
-                return before + these + these + after
-            case "insert":
-                return before + self._rng.randbytes(count) + these + after
-        self.cut = True
-        return before
-
-    def _feed_records(self, data: bytes) -> bytes:
-        self._pending += data
-        out = b""
-        while len(self._pending) >= self._framing.head.size:
-            size = self._framing.nbytes_of(self._pending)
-            if len(self._pending) < size:
-                break
-            record = bytes(self._pending[:size])
-            del self._pending[:size]
-            self.records.append(record)
-            out += self._altered(record)
-        return out
-
-    def _altered(self, record: bytes) -> bytes:
-        if held := self._held:
-            self._held = b""
-            return record + held
-        if self.hit or len(self.records) - 1 < self._at:
-            return record
-        others = self.records[:-1]
-        if self._fault == "reflect":
-            assert self.other is not None
-            others = self.other.records
-        if self._fault in ("replace record", "reflect"):
-            self.hit = bool(others)
-            return self._rng.choice(others) if others else record
-        self.hit = True
-        match self._fault:
-            case "drop record":
-                return b""
-            case "repeat record":
-                return record + record
-            case "shorten record":
-                return self._framing.shortened(record)
-        self._held = record
-        return b""
+        return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 
 
 class Rewriter(Way):
     """One direction of a plain control channel, of which ``change`` makes other messages, or frames."""
 
     def __init__(self, change: Callable[[Message], Message | bytes]) -> None:
-        super().__init__("", NEVER, random.Random(0), TLS_RECORDS)
+        super().__init__()
         self._change, self._frames = change, FrameParser()
 
     def feed(self, data: bytes) -> bytes:
@@ -275,45 +202,6 @@ class Rewriter(Way):
             said = self._change(decode(payload))
             out += said if isinstance(said, bytes) else frame(said)
         return out
-
-
-def both_ways(fault: str, at: int, rng: random.Random, framing: Framing, *, backwards: bool) -> tuple[Way, Way]:
-    faulty, honest = Way(fault, at, rng, framing), Way(fault, NEVER, rng, framing)
-    faulty.other = honest
-    return (honest, faulty) if backwards else (faulty, honest)
-
-
-def carry(
-    here: socket.socket,
-    there: socket.socket,
-    ways: tuple[Way, Way],
-    turn: Callable[[], object] = lambda: None,
-    beside: tuple[int, ...] = (),
-) -> None:
-    """Take bytes between two sockets until an end hangs up, a way is cut, nothing moves, or ``turn`` returns True.
-
-    ``turn`` is called after each step; descriptors ``beside`` wake it, too.
-    """
-    routes = {here: (there, ways[0]), there: (here, ways[1])}
-    out = {here: bytearray(), there: bytearray()}
-    for sock in routes:
-        sock.setblocking(False)
-    while not (turn() or ways[0].cut or ways[1].cut):
-        waited: list[socket.socket | int] = [*routes, *beside]
-        ready, room, _ = select.select(waited, [sock for sock in out if out[sock]], [], _QUIET_SECONDS)
-        if not (ready or room):
-            return
-        try:
-            for sock, (to, way) in routes.items():
-                if sock in ready:
-                    if not (data := sock.recv(1 << 20)):
-                        return
-                    out[to] += way.feed(data)
-            for sock, rest in out.items():
-                with suppress(BlockingIOError):
-                    del rest[: sock.send(rest) if rest else 0]
-        except ConnectionError:
-            return
 
 
 class Half:

@@ -4,12 +4,11 @@
 
 The stuck ones live in one process, each with a link of its own. They pull 64 MiB again and again, and their process is
 stopped (SIGSTOP) while all of them are inside a pull. The healthy one, in another process, is measured before, with and
-after that, in turns; every byte that it pulls is compared. Printed too: what all TCP sockets of the host hold.
+after that, in turns; every byte that it pulls is compared.
 """
 
 import argparse
 import fcntl
-import mmap
 import os
 import signal
 import statistics
@@ -17,7 +16,6 @@ import struct
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -192,9 +190,6 @@ class Scene:
         assert frozen(self.crowd.pid)
         return int((np.frombuffer(peek(self.crowd.pid, self._flags, 8 * self.readers), np.uint64) % 2).sum())
 
-    def full(self) -> int:
-        return len(self.owner.do(clogged))
-
     def free(self) -> None:
         self.crowd.signal(signal.SIGCONT)
         self.crowd.do(tell, "stop_pulling")
@@ -209,12 +204,6 @@ def scene_of(transport: str, readers: int) -> Iterator[Scene]:
         yield Scene(processes, transport, readers)
 
 
-def tcp_memory() -> int:
-    """Return the bytes that the kernel holds for all TCP sockets of the host."""
-    words = Path("/proc/net/sockstat").read_text("ascii").split("TCP:")[1].split()
-    return int(words[words.index("mem") + 1]) * mmap.PAGESIZE
-
-
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """Have a healthy reader pull before, beside and after the stuck ones, in rounds."""
     for transport in options.transport:
@@ -226,13 +215,14 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
                 before = scene.pull(options.pulls)
                 scene.stick()
                 median = scene.pull(options.pulls)
-                stuck, full, held = scene.stuck(), scene.full(), tcp_memory() / 2**20
+                stuck = scene.stuck()
                 scene.free()
                 after = scene.pull(options.pulls)
                 without += [before, after]
                 beside.append(median)
-                text = f"median {before:.3f} ms before, {median:.3f} ms beside {stuck} stuck readers"
-                text += f" ({full} full sockets, {held:.0f} MiB held by TCP), {after:.3f} ms after"
+                text = (
+                    f"median {before:.3f} ms before, {median:.3f} ms beside {stuck} stuck readers, {after:.3f} ms after"
+                )
                 yield f"round {turn}: {text}", True
         ratio = statistics.median(beside) / statistics.median(without)
         text = f"{transport}: {options.readers} stuck readers, a healthy one takes {ratio:.2f} times as long"

@@ -164,7 +164,6 @@ class Linker:
         statistics = scene.call("statistics", 0.0, scene.dd.statistics)
         if isinstance(statistics, Exception):
             return set()
-        scene.journal.doing.look(len(statistics.links), len(statistics.redials))
         for link in statistics.links[:1]:
             scene.call("explain", 0.0, self._explain, link.remote_cluster_id)
         return {link.remote_cluster_id for link in statistics.links}

@@ -1,6 +1,6 @@
 """What all threads of one worker work with in an epoch, and what they have seen.
 
-Calls are counted by kind and result, by what the worker was doing, and judged; so are verified bytes, arrivals at
+Calls are counted by kind and result, and judged; so are verified bytes, arrivals at
 steps, and what must not be. The counts are written to a file every second and each violation at once, so that a kill
 loses little.
 """
@@ -8,7 +8,6 @@ loses little.
 import gc
 import json
 import logging
-import math
 import sys
 import threading
 import time
@@ -31,53 +30,6 @@ from llm_datadist.errors import LLMException, LLMStatusCode, ProtocolError, Stat
 SLACK_SECONDS: Final = 5.0
 _TICK_SECONDS: Final = 0.02
 _FLUSH_SECONDS: Final = 1.0
-#: Of times, in a decade.
-CLASSES: Final = 20
-STATES: Final = ("idle", "linking", "linked idle", "calls running", "draining", "redialling")
-_BIT: Final = {state: 1 << number for number, state in enumerate(STATES)}
-_CALLS = {"link": "linking", "unlink": "draining"}
-_CALLS |= dict.fromkeys(("pull", "push", "copy", "swap", "transfer"), "calls running")
-
-
-def states_in(mask: int) -> list[str]:
-    return [state for state, bit in _BIT.items() if mask & bit] or ["idle"]
-
-
-class Doing:
-    """What one worker does; several things at once. Any thread. ``publish`` takes the mask whenever it changes."""
-
-    def __init__(self, publish: Callable[[int], None]) -> None:
-        self._publish = publish
-        self._lock = threading.Lock()
-        self._running: Counter[str] = Counter()
-        self._linked = self._redialling = False
-        self.mask = 0
-
-    def change(self, kind: str, number: int) -> None:
-        """A call of that kind begins (1), or has ended (-1)."""
-        state = _CALLS.get(kind.partition("_")[0])
-        if state is not None:
-            with self._lock:
-                self._running[state] += number
-                self._tell()
-
-    def look(self, links: int, redials: int) -> None:
-        """So many links there are, and so many are being dialled again."""
-        with self._lock:
-            self._linked, self._redialling = links > 0, redials > 0
-            self._tell()
-
-    def _tell(self) -> None:
-        mask = sum(_BIT[state] for state, number in self._running.items() if number)
-        mask |= _BIT["redialling"] * self._redialling
-        # With a link, and nothing runs on any.
-        mask |= _BIT["linked idle"] * (self._linked and not mask)
-        self.mask = mask
-        self._publish(mask)
-
-
-def class_of(seconds: float) -> int:
-    return round(CLASSES * math.log10(max(seconds * 1e3, 1e-3)))
 
 
 class Interrupted(Exception):
@@ -101,8 +53,8 @@ class _Running:
 class Journal:
     """Any thread of one worker writes into it: counts and violations go to files beside ``path``."""
 
-    def __init__(self, path: Path, name: str, doing: Doing, *, harmed: bool) -> None:
-        self._path, self._name, self.doing, self._harmed = path, name, doing, harmed
+    def __init__(self, path: Path, name: str, *, harmed: bool) -> None:
+        self._path, self._name, self._harmed = path, name, harmed
         self.leaving = False
         # Open from the start: there may be no descriptors left when it is needed.
         self._violations = path.with_suffix(".jsonl").open("a", buffering=1)
@@ -112,7 +64,6 @@ class Journal:
         self._counting = count_arrivals()
         self._arrivals: Counter[str] = Counter()
         self._worst = self._slowest = self._lost = 0.0
-        self._overruns: Counter[int] = Counter()
         self._running: dict[int, _Running] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="campaign-watch", daemon=True)
@@ -142,28 +93,20 @@ class Journal:
     def call(self, kind: str, budget: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mine = _Running(kind, time.monotonic(), budget, self._lost, threading.get_ident())
         self._running[mine.thread] = mine
-        self.doing.change(kind, 1)
         outcome: Any
         try:
             outcome = function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 (all of them are judged)
             outcome = error
         finally:
-            states = states_in(self.doing.mask)
-            self.doing.change(kind, -1)
             del self._running[mine.thread]
         late = self._late(mine)
         with self._lock:
             self.calls[f"{kind}|{_result(outcome)}"] += 1
             self._worst = max(self._worst, late)
-            if late > 0 and budget:
-                self._overruns[class_of(late)] += 1
         if late > SLACK_SECONDS:
             self.violation("hangs", f"{kind} returned {late:.1f} s after its {budget:.1f} s: {outcome!r}")
-        if isinstance(outcome, (Interrupted, Cancelled)):
-            for state in states:
-                self.note(f"cell|{type(outcome).__name__.lower()}|{state}")
-        elif isinstance(outcome, Exception):
+        if isinstance(outcome, Exception) and not isinstance(outcome, (Interrupted, Cancelled)):
             self._judge(kind, outcome)
         return outcome
 
@@ -194,8 +137,7 @@ class Journal:
     def flush(self) -> None:
         with self._lock:
             seen = {"calls": self.calls, "counts": self.counts, "arrivals": dict(self._arrivals), "worst": self._worst}
-            seen |= {"slowest": self._slowest, "overruns": list(self._overruns.items())}
-            text = json.dumps(seen)
+            text = json.dumps(seen | {"slowest": self._slowest})
         draft = self._path.with_suffix(".draft")
         draft.write_text(text)
         draft.replace(self._path.with_suffix(".json"))

@@ -290,10 +290,6 @@ class Directory:
         mode: Any = "w+" if create else "r+"
         self._table = np.memmap(path, _RECORD, mode, shape=(WORKERS, SLOTS))
         self._lives = np.memmap(path.with_suffix(".lives"), np.uint64, mode, shape=(WORKERS,))
-        #: What each worker is doing, see faults.campaign.journal.
-        self.doing = np.memmap(path.with_suffix(".doing"), np.uint64, mode, shape=(WORKERS,))
-        #: [puller, owner]: when the last good pull began.
-        self.good = np.memmap(path.with_suffix(".good"), np.uint64, mode, shape=(WORKERS, WORKERS))
         #: Until when everybody rests, and whether without links.
         self._rest = np.memmap(path.with_suffix(".rest"), np.uint64, mode, shape=(2,))
 
@@ -304,12 +300,10 @@ class Directory:
         """A worker has been killed; nothing that it had is there any more."""
         self._lives[worker] += 1
         self._table[worker] = np.zeros((), _RECORD)
-        self.doing[worker] = 0
 
-    def rest(self, seconds: float, *, apart: bool) -> int:
-        """Let all workers rest for so long, without links or as they are; return until when."""
+    def rest(self, seconds: float, *, apart: bool) -> None:
+        """Let all workers rest for so long, without links or as they are."""
         self._rest[:] = time.monotonic_ns() + int(seconds * 1e9), apart
-        return int(self._rest[0])
 
     def resting(self) -> bool:
         return int(self._rest[0]) > time.monotonic_ns()
@@ -389,5 +383,5 @@ class Directory:
 
     def close(self) -> None:
         each: Any
-        for each in (self._table, self._lives, self.doing, self.good, self._rest):
+        for each in (self._table, self._lives, self._rest):
             each.base.close()

@@ -225,7 +225,6 @@ class Mover:
         if outcome is None and scene.directory.life(found.worker) == found.incarnation:
             first = int(dst.views[tensors[0]][rows[0], 0])
             generation = self._generation(found, first)
-            scene.directory.good[scene.worker, found.worker] = started
             if dst.settle(about, tensors, rows, wanted(found.at(generation))):
                 self._judge_time(about, found, generation, started)
         else:

@@ -1,20 +1,12 @@
-"""What came of a campaign: the counts of all workers together, the table, and the first violations in detail.
-
-Times that come from a journal are counted in classes of a twentieth of a decade of milliseconds.
-"""
+"""What came of a campaign: the counts of all workers together, the table, and the first violations in detail."""
 
 import json
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from faults.campaign.journal import CLASSES, STATES
 from faults.campaign.schedule import Epoch, Event
 from faults.gates import STEPS
 
@@ -27,7 +19,6 @@ _SHOWN: Final = 8
 _SHOWN_EVENTS: Final = 25
 _SHOWN_TEXT: Final = 3000
 _COMPLAINTS: Final = ("Traceback", "Exception ignored", "Warning", "Fatal Python error", "terminate called")
-_QUANTILES: Final = {"p50": 0.5, "p99.9": 0.999, "max": 1.0}
 _EVERY_KIND: Final = {
     *("hold", "link", "ask", "asked", "target asked", "target answered"),
     *("answer", "resolved", "plan", "before copy", "after copy"),
@@ -46,17 +37,6 @@ def expected(epoch: Epoch) -> set[str]:
     return _EVERY_KIND | (_PUSHED if epoch.rca else _PINNED)
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {name: ordered[math.ceil(part * len(ordered)) - 1] for name, part in _QUANTILES.items()} if ordered else {}
-
-
-def overruns(classes: Mapping[int, int]) -> dict[str, float]:
-    """Return quantiles, in seconds, of the times for which calls went past their deadline."""
-    counted = Counter({number: count for number, count in classes.items() if count})
-    return _quantiles([10 ** (each / CLASSES) / 1e3 for each in counted.elements()])
-
-
 def _grid(head: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[object]]]) -> Iterator[str]:
     yield f"{head:<26}" + "".join(f"{column:>14}" for column in columns)
     for name, cells in rows:
@@ -72,69 +52,6 @@ def _by_first(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]
     return found
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    kind: str
-    since_ns: int
-    moved: Callable[[int], bool]
-
-
-class Recoveries:
-    """From the end of a fault to the first good pull that began after it. The supervisor's thread only."""
-
-    def __init__(self) -> None:
-        self.times: defaultdict[str, list[float]] = defaultdict(list)
-        self.unseen: Counter[str] = Counter()
-        self._waiting: list[_Waiting] = []
-
-    def begin(self, kind: str, moved: Callable[[int], bool], since_ns: int | None = None) -> None:
-        """A fault is over: ``moved(ns)`` says whether a good pull has begun after that moment."""
-        self._waiting.append(_Waiting(kind, since_ns or time.monotonic_ns(), moved))
-
-    def look(self) -> None:
-        now = time.monotonic_ns()
-        for each in [each for each in self._waiting if each.since_ns < now and each.moved(each.since_ns)]:
-            self.times[each.kind].append((now - each.since_ns) / 1e9)
-            self._waiting.remove(each)
-
-    def forget(self) -> None:
-        """The epoch's faults are over; what has not been seen yet has to be seen after healing."""
-        self.unseen.update(each.kind for each in self._waiting)
-        self._waiting.clear()
-
-    def as_dict(self) -> dict[str, dict[str, float]]:
-        return {
-            kind: _quantiles(self.times[kind]) | {"seen": len(self.times[kind]), "unseen": self.unseen[kind]}
-            for kind in sorted({*self.times, *self.unseen})
-        }
-
-
-class Growth:
-    """What processes hold at the end of each epoch, and by how much it grows in an hour: one slope for all processes,
-    each with a level of its own. The supervisor's thread only."""
-
-    def __init__(self) -> None:
-        self._samples: defaultdict[int, list[tuple[float, dict[str, float]]]] = defaultdict(list)
-
-    def add(self, pid: int, sample: dict[str, float], now: float | None = None) -> None:
-        self._samples[pid].append(((time.monotonic() if now is None else now) / 3600, sample))
-
-    def as_dict(self) -> dict[str, float]:
-        series = [each for each in self._samples.values() if len(each) > 1]
-
-        def off_mean(values: Iterable[Iterable[float]]) -> Any:
-            return np.concatenate([(array := np.array(list(each))) - array.mean() for each in values])
-
-        slopes = {}
-        for name in series[0][0][1] if series else ():
-            x, y = (
-                off_mean([at for at, _ in each] for each in series),
-                off_mean([s[name] for _, s in e] for e in series),
-            )
-            slopes[name] = float((x * y).sum() / (x * x).sum())
-        return slopes
-
-
 class Report:
     """Reads what the workers wrote. The supervisor's thread only."""
 
@@ -146,12 +63,8 @@ class Report:
         self.faults: Counter[str] = Counter()
         #: By step and transport of the link; a step before there is a link has none.
         self.arrivals: Counter[tuple[str, str]] = Counter()
-        #: By fault and what the worker was doing.
-        self.cells: Counter[tuple[str, str]] = Counter()
-        self.overruns: Counter[int] = Counter()
         self.violations: list[dict[str, Any]] = []
         self.worst = self.slowest = 0.0
-        self.recoveries, self.growth = Recoveries(), Growth()
         self._epoch: Epoch | None = None
         self._events: list[str] = []
         self._arrived: set[str] = set()  # in this epoch
@@ -164,10 +77,8 @@ class Report:
         self._arrived.clear()
         self.counts["epochs"] += 1
 
-    def happened(self, event: Event, states: Sequence[str]) -> None:
-        """A fault has been brought about, to a worker that was in these states."""
-        if event.what not in {"lull", "resume"}:  # no faults, these
-            self.cells.update((event.what, state) for state in states)
+    def happened(self, event: Event) -> None:
+        """A fault has been brought about."""
         self.faults[event.what] += 1
         self.phase(str(event))
 
@@ -219,11 +130,7 @@ class Report:
             "faults": dict(self.faults),
             "arrivals": _by_first({(transport, step): n for (step, transport), n in self.arrivals.items()}),
             "worst_lateness_seconds": self.worst,
-            "overrun_seconds": overruns(self.overruns),
             "end_after_interrupt_seconds": self.slowest,
-            "cells": _by_first(self.cells),
-            "recovery_seconds": self.recoveries.as_dict(),
-            "growth_per_hour": self.growth.as_dict(),
             "violations": self.violations,
         }
 
@@ -239,38 +146,24 @@ class Report:
         del errors["ok"]
         names = [*sorted(kinds.keys() - {"all"}), "all"]
         operations = [(kind, (kinds[kind], good[kind], kinds[kind] - good[kind])) for kind in names]
-        steps, faults = _by_first(self.arrivals), sorted({fault for fault, _ in self.cells})
+        steps = _by_first(self.arrivals)
         transports = sorted({transport for _, transport in self.arrivals})
         arrivals = [(step, [steps[step].get(each, 0) for each in transports]) for step in STEPS if step in steps]
-        empty = [f"{fault} while {state}" for fault in faults for state in STATES if not self.cells[fault, state]]
-        recoveries = self.recoveries.as_dict().items()
         parts = [
             _grid("operation", ("calls", "ok", "errors"), operations),
             [f"{'errors by type':<66}{'calls':>10}", *(f"{k:<66}{v:>10,}" for k, v in errors.most_common())],
             _grid("faults", ("number",), [(name, (count,)) for name, count in self.faults.most_common()]),
             _grid("arrivals at steps", [each or "no link" for each in transports], arrivals),
-            _grid(
-                "faults by state", STATES, [(each, [self.cells[each, state] for state in STATES]) for each in faults]
-            ),
-            [f"{len(empty)} empty cells: {', '.join(empty) or 'none'}"],
-            _grid(
-                "s to a good pull after",
-                (*_QUANTILES, "seen", "epoch over"),
-                [(k, [row.get(each, math.nan) for each in (*_QUANTILES, "seen", "unseen")]) for k, row in recoveries],
-            ),
-            _grid("growth in an hour", ("slope",), [(k, (slope,)) for k, slope in self.growth.as_dict().items()]),
             self._judgement(),
         ]
         return "\n\n".join("\n".join(part) for part in parts)
 
     def _judgement(self) -> Iterator[str]:
         found = Counter(violation["what"] for violation in self.violations)
-        late = {f"past the deadline, s, {name}": value for name, value in overruns(self.overruns).items()}
         rows: dict[str, object] = {
             "seconds": round(time.monotonic() - self._start),
             "verified bytes": 0,
             "latest return, s": max(self.worst, 0.0),
-            **late,
             "end after interrupt, s": self.slowest,
             **{name: n for name, n in sorted(self.counts.items()) if not name.startswith("violation")},
             **{name: found[name] for name in VIOLATIONS},
@@ -283,17 +176,11 @@ class Report:
 
     def _add(self, journal: dict[str, Any]) -> None:
         self.calls.update(journal["calls"])
-        for name, number in journal["counts"].items():
-            if name.startswith("cell|"):
-                _, fault, state = name.split("|")
-                self.cells[fault, state] += number
-            else:
-                self.counts[name] += number
+        self.counts.update(journal["counts"])
         for key, number in journal["arrivals"].items():
             step, _, transport = key.partition(", ")
             self.arrivals[step, transport] += number
             self._arrived.add(step)
-        self.overruns.update(dict(journal["overruns"]))
         self.slowest = max(self.slowest, journal["slowest"])
         self.worst = max(self.worst, journal["worst"])
 

@@ -22,7 +22,6 @@ from random import Random, SystemRandom
 from typing import Any, Final
 
 from faults.campaign import worker as work
-from faults.campaign.journal import states_in
 from faults.campaign.liars import Liars, Rubbish, Victim
 from faults.campaign.memory import Directory
 from faults.campaign.report import Report
@@ -186,7 +185,6 @@ class Supervisor:
         self._asked: Counter[int] = Counter()  # what each worker has not heard yet
         self.report = Report(folder)
         self._began = self._told = time.monotonic()
-        self._rested_ns = 0
 
     def run(self, seconds: float, epoch_seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -231,9 +229,7 @@ class Supervisor:
         self.report.phase("heal")
         self._heal(epoch)
         self.report.phase("finish")
-        samples = self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
-        for hand, sample in zip(self._hands, samples, strict=True):
-            self.report.growth.add(hand.child.pid, sample)
+        self._all(work.finish, lambda hand: (epoch.number % 2 == 0,))
         self.report.phase("end")
         left = sorted(path.name for path in (self._folder / "sockets").iterdir())
         if left:
@@ -256,7 +252,6 @@ class Supervisor:
                 if (code := hand.gone()) is not None:
                     raise Lost(f"worker {hand.number} ended by itself with {code}")
             self._rubbish.tidy()
-            self.report.recoveries.look()
             self._tell_progress()
             time.sleep(_STEP_SECONDS)
 
@@ -265,7 +260,6 @@ class Supervisor:
 
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
-        masks = [int(self._directory.doing[each]) for each in event.pair or (event.worker,)]
         match event.what:
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
@@ -273,7 +267,7 @@ class Supervisor:
                 self._at(back, lambda: self._bring_back(hand, epoch))
             case "stop" if hand.state == "up":
                 hand.stop()
-                self._at(time.monotonic() + event.details["seconds"], lambda: self._go_on(hand, epoch))
+                self._at(time.monotonic() + event.details["seconds"], hand.go_on)
             case "relay" | "plan" | "resume" | "cut":
                 self._through(event)
             case "garbage" if hand.state in {"up", "stopped"}:
@@ -289,7 +283,7 @@ class Supervisor:
                 if (peer := self._hands[event.details["peer"]]).state == "up":
                     self._tell(peer, work.storm)
             case "lull":
-                self._rested_ns = self._directory.rest(**event.details)
+                self._directory.rest(**event.details)
             case "exit" if hand.state == "up":
                 self._depart(hand, epoch, event.details["finalize"])
             case "roll":
@@ -297,7 +291,7 @@ class Supervisor:
             case _:
                 done = False
         if done:
-            self.report.happened(event, sorted({state for mask in masks for state in states_in(mask)}))
+            self.report.happened(event)
 
     def _tell(self, hand: Hand, function: Callable[..., Any], *args: Any) -> None:
         """Have a worker do this as soon as its main thread hears it; not at all where it is lost before."""
@@ -337,29 +331,13 @@ class Supervisor:
         if left:
             self._at(time.monotonic() + _STEP_SECONDS, lambda: self._roll(left, epoch, finalize))
 
-    def _go_on(self, hand: Hand, epoch: Epoch) -> None:
-        if hand.state == "stopped":
-            hand.go_on()
-            self._recovers("stop", hand, epoch)
-
-    def _recovers(self, kind: str, hand: Hand, epoch: Epoch) -> None:
-        good, peers = self._directory.good, epoch.peers(hand.number)
-        self.report.recoveries.begin(kind, lambda ns: any(good[peer, hand.number] > ns for peer in peers))
-
     def _bring_back(self, hand: Hand, epoch: Epoch) -> None:
         if hand.state == "dead":
-            self._recovers("kill or exit", hand, epoch)
             hand.rise(epoch, self._ports(epoch, hand.number))
 
     def _through(self, event: Event) -> None:
         assert event.pair is not None
-        relay, details, (one, two) = self._relays[event.pair], event.details, event.pair
-        idle = self._directory.resting()
-        drops = event.what == "relay" and details["fault"].what in {"drop", "stall"} and idle
-        if event.what == "cut" or drops:
-            good, since = self._directory.good, self._rested_ns if idle else None
-            what = "idle drop" if idle else "cut"
-            self.report.recoveries.begin(what, lambda ns: good[one, two] > ns or good[two, one] > ns, since)
+        relay, details = self._relays[event.pair], event.details
         match event.what:
             case "relay":
                 relay.now(details["kind"], details["direction"], details["fault"])
@@ -381,7 +359,6 @@ class Supervisor:
 
     def _calm(self, epoch: Epoch) -> None:
         """Everybody is there and runs; every thread ends what it does."""
-        self.report.recoveries.forget()
         self._agenda.clear()
         self._rubbish.tidy(all_of_it=True)
         for hand in self._hands:

@@ -6,7 +6,6 @@ Among them: processes that fork under load, and that leave as any interpreter do
 import ctypes
 import faulthandler
 import gc
-import mmap
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from random import Random
 from typing import Any, Final
 
 from faults.campaign.interrupted import Bell, Linker, RungScene
-from faults.campaign.journal import SLACK_SECONDS, Doing, Journal, Scene, stack
+from faults.campaign.journal import SLACK_SECONDS, Journal, Scene, stack
 from faults.campaign.lodgers import Lodgers
 from faults.campaign.memory import Destination, Directory, Kind, Stamp, whole
 from faults.campaign.mover import Mover, Roamer
@@ -141,9 +140,8 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
     engine.store.registry.next_id += life * _IDS
     (folder / f"incarnation-{worker}").write_bytes(engine.store.exports.incarnation)
-    doing = Doing(partial(directory.doing.__setitem__, worker))
     path = folder / f"journal-{epoch.number}-{worker}-{life}"
-    journal = Journal(path, f"worker {worker}", doing, harmed=epoch.harmed)
+    journal = Journal(path, f"worker {worker}", harmed=epoch.harmed)
     scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})
     producer = Producer(scene, Random(f"{scene.seed} producer"))
     movers = [Mover(scene, Random(f"{scene.seed} mover {number}"), number) for number in range(MOVERS - 1)]
@@ -309,8 +307,8 @@ def prove(world: World) -> None:
         target.close()
 
 
-def finish(world: World, unlink: bool) -> dict[str, float]:
-    """Give all back; judge what is left; finalize; judge again. Return what the process holds."""
+def finish(world: World, unlink: bool) -> None:
+    """Give all back; judge what is left; finalize; judge again."""
     life: _Life = world.memory.pop("life")
     scene, journal = life.scene, life.scene.journal
     if life.proof is not None:
@@ -328,7 +326,6 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
         world.dd.check_integrity()
     except AssertionError as error:
         journal.violation("internal errors", f"check_integrity: {error!r}")
-    statistics = world.dd.statistics()
     journal.call("finalize", scene.budget, world.dd.finalize)
     journal.__exit__()
     before = life.before
@@ -338,14 +335,6 @@ def finish(world: World, unlink: bool) -> dict[str, float]:
     if left:
         journal.violation("leaks", f"left after finalize: {left}")
     journal.flush()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "RSS, KiB": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 1024,
-        "mappings": Path("/proc/self/maps").read_text().count("\n"),
-        "threads": len(os.listdir("/proc/self/task")),
-        "pins": statistics.pins,
-        "quarantined bytes": statistics.quarantined_bytes,
-    }
 
 
 def _freed(life: _Life) -> bool:

@@ -57,22 +57,11 @@ class Stage:
     def __exit__(self, *exc_info: object) -> None:
         self._undo.close()
 
-    def link(self, port: int | None = None) -> None:
-        """Link the friend to the victim, unless it is, at another port if there is one."""
-        code, _ = self.friend.link_clusters([cluster_info(VICTIM, port or self.port)], 10_000)
+    def link(self) -> None:
+        """Link the friend to the victim, unless it is."""
+        code, _ = self.friend.link_clusters([cluster_info(VICTIM, self.port)], 10_000)
         if code not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK):
             raise Finding(f"the friend cannot link: {code}")
-
-    def unlink(self) -> None:
-        """End the link of the friend at both ends, if there is one."""
-        self.friend.unlink_clusters([cluster_info(VICTIM, self.port)], 10_000, True)
-
-        def gone() -> bool:
-            self.victim.unlink_clusters([cluster_info(FRIEND, 0)], 10_000, True)
-            return not (self.victim.statistics().links or self.friend.statistics().links)
-
-        if not holds_within(gone, PATIENCE_SECONDS, 0.001):
-            raise Finding("an unlinked peer stays")
 
     @property
     def probe(self) -> Probe:
@@ -120,13 +109,6 @@ class Stage:
             self.victim.cache_manager.deallocate_cache(published)
         self.victim.check_integrity()
         self.friend.check_integrity()
-
-    def push(self) -> None:
-        self._pulls += 1
-        source, expected = _filled(self.paged, self._pulls), _filled(self._source, self._pulls + 1_000_000)
-        self.friend.cache_manager.push_blocks(types.BlocksCacheKey(VICTIM, 77), self.paged, [2, 5], [7, 4])
-        expected[:, [7, 4]] = source[:, [2, 5]]
-        _same(self._source, expected)
 
     def settled(self) -> None:
         """Wait until only the friend is linked and no pin is held; then :meth:`look`."""

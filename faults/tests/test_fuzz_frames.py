@@ -1,31 +1,25 @@
 """Wrong frames of every kind: typed refusals only, tables whole, memory bounded, neighbours served.
 
 The targets raise a Finding by themselves for whatever must not happen; here is shown that they did their work: every
-message was said and taken, and every way to be wrong was gone. `make faults` judges ten times as many.
+message was said and taken. `make faults` judges ten times as many.
 """
 
 import math
 import ssl
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any, Final, get_args
 
 import pytest
 
 from faults import fuzz
-from faults.__main__ import main
 from faults.fuzz import forge as forges
 from faults.fuzz import greetings, links, readers
 from faults.fuzz.command import TARGETS
 from llm_datadist._links import messages
-from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Release, decode
 from llm_datadist._links.tls_session import TlsSession
-from llm_datadist._log import logger
 from llm_datadist._transfer.target import Target
-from llm_datadist.errors import AuthFailed, ProtocolError
 from tests.support.world import anonymous_bytes, residue, settled
 
 FRAMES: Final = 20_000
@@ -65,36 +59,16 @@ ALL_TAKEN: Final = {
     "handlers, RCA": forges.LINK.keys() - {"authenticate", "authenticated", "nixlask"},
     "sealed handlers": forges.LINK.keys() - {"authenticated", "nixlask"},
 }
-#: Targets whose messages a forge spoils; the others only have their bytes changed.
-SPOILED: Final = {*ALL_TAKEN, "greetings", "dials", "sealed greetings", "sealed dials"}
+
+
+def test_every_message_is_forged_and_every_target_judged() -> None:
+    assert set(TAGS.values()) == set(forges.LINK | forges.HANDSHAKE)
+    assert set(TARGETS) == set(TAKEN)
 
 
 def frames_of(target: str) -> int:
     """Return its share, and no fewer than make what is asserted likely."""
     return max(math.ceil(FRAMES * TARGETS[target][0]), 10_000 if target in {*ALL_TAKEN, "answers"} else 300)
-
-
-@pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the forge has used each of its ways to be wrong."""
-    used: Counter[str] = Counter()
-
-    def counted(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(*args: Any) -> Any:
-            used[name] += 1
-            return change(*args)
-
-        return changed
-
-    for table in (forges.MUTATIONS, forges.SPOILS):
-        for name, change in table.items():
-            monkeypatch.setitem(table, name, counted(name, change))
-    return used
-
-
-def test_the_shares_make_all_frames_and_every_target_has_one() -> None:
-    assert set(TARGETS) == set(TAKEN)
-    assert sum(share for share, _ in TARGETS.values()) >= 1
 
 
 @pytest.fixture
@@ -106,10 +80,9 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("target", TARGETS)
-def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str, ways: Counter[str]) -> None:
+def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target: str) -> None:
     _, function = TARGETS[target]
     function(min(frames_of(target), 2_000), SEED + 1)  # whatever is made once is made now
-    ways.clear()
     before = anonymous_bytes()
     verdicts = function(frames_of(target), SEED)
     grown = anonymous_bytes() - before
@@ -118,23 +91,9 @@ def test_wrong_frames_are_refused_with_typed_errors_and_cost_nobody_else(target:
     few = {kind: part for kind, part in TAKEN[target].items() if verdicts.accepted[kind] < part * verdicts.judged}
     assert few == {}, verdicts
     assert set(ALL_TAKEN.get(target, ())) <= {TAGS.get(kind, kind) for kind in verdicts.accepted}
-    assert set(ways) == {*forges.MUTATIONS, *(forges.SPOILS if target in SPOILED else ())}
     assert verdicts.refused.total() > verdicts.judged / 50, verdicts
     assert set(verdicts.refused) <= TYPED
     assert grown < MOST_GROWTH
-
-
-def test_the_same_seed_makes_the_same_frames() -> None:
-    first, second = (readers.fuzz_parser(5_000, 7) for _ in range(2))
-    assert (first.accepted, first.refused) == (second.accepted, second.refused)
-    assert readers.fuzz_parser(5_000, 8).accepted != first.accepted
-
-
-def test_the_command_runs_one_target_or_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fuzz", "--frames", "2000", "--seed", "3", "--target", "same-host packets"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("same-host packets, seed 3: 2000 frames, ")
-    assert lines[1] == "2000 frames judged, no finding"
 
 
 # --- that a fault would be found --------------------------------------------------------------------------------------
@@ -150,19 +109,6 @@ def test_a_reader_that_raises_something_else_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(readers, "decode", careless)
     with pytest.raises(fuzz.Finding, match=r"parser, seed 5, after \d+ frames: IndexError"):
         readers.fuzz_parser(5_000, 5)
-
-
-def test_a_parser_that_is_led_astray_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = FrameParser.take
-
-    def losing(self: FrameParser) -> bytes | None:
-        payload = take(self)
-        return payload[:-1] if payload is not None and len(payload) == 77 else payload
-
-    monkeypatch.setattr(FrameParser, "take", losing)
-    verdicts = readers.fuzz_parser(5_000, 5)
-    monkeypatch.undo()
-    assert verdicts.refused.total() > readers.fuzz_parser(5_000, 5).refused.total()
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -201,61 +147,4 @@ def test_a_stranger_that_is_believed_is_found(monkeypatch: pytest.MonkeyPatch) -
         greetings.fuzz_greetings(2_000, 1, sealed=True)
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_a_session_that_keeps_what_it_never_opens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    decrypt = TlsSession.decrypt
-
-    def patient(self: TlsSession, received: bytes) -> bytes:
-        try:
-            return decrypt(self, received)
-        except AuthFailed as error:
-            if "ended the session" in str(error):
-                return b""
-            raise
-
-    monkeypatch.setattr(TlsSession, "decrypt", patient)
-    with pytest.raises(fuzz.Finding, match=r"a TLS session keeps \d+ bytes unopened"):
-        links.fuzz_handlers(10_000, 1, sealed=True)
-
-
-def test_what_the_library_logs_against_itself_is_found() -> None:
-    with pytest.raises(fuzz.Finding, match="the library logged"), fuzz.trial("nothing", 1):
-        logger.info("link to %s ended: internal error: %r", "cluster 1", IndexError())
-    with fuzz.trial("nothing", 1):
-        logger.warning("link to cluster 1 ended: the connection broke")
-
-
 # --- the forge --------------------------------------------------------------------------------------------------------
-
-
-def test_every_message_has_its_right_and_its_wrong_forms() -> None:
-    # A new message has to be forged too.
-    assert set(TAGS.values()) == set(forges.LINK | forges.HANDSHAKE)
-    forge = forges.Forge(1, forges.LINK | forges.HANDSHAKE)
-    payloads = [forge.payload() for _ in range(20_000)]
-    right: set[str] = set()
-    for payload in payloads:
-        with suppress(ProtocolError):
-            right.add(TAGS[type(decode(payload)).__name__])
-    assert right == set(forges.LINK | forges.HANDSHAKE)
-    assert len(set(payloads)) < len(payloads), "some are said again"
-    assert min(map(len, payloads)) < 3
-    assert max(map(len, payloads)) > 4096
-
-
-def test_what_is_done_to_a_wild_value_does_not_stay() -> None:
-    rng = forges.Forge(1, forges.LINK).rng
-    for value in (forges.wild(rng) for _ in range(2_000)):
-        if isinstance(value, list):
-            assert "mark" not in value
-            value.append("mark")
-
-
-def test_mutation_changes_what_it_is_given() -> None:
-    rng = forges.Forge(1, forges.LINK).rng
-    data = rng.randbytes(200)
-    changed = [forges.mutated(data, rng) for _ in range(500)]
-    assert sum(each != data for each in changed) > 480
-    assert {len(each) < 200 for each in changed} == {True, False}
-    assert max(map(len, changed)) > 200
-    assert len(forges.mutated(b"", rng)) > 0

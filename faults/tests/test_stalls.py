@@ -2,37 +2,16 @@
 
 import pytest
 
-from faults.stalls import STALLS, go_on, stall, stall_there
+from faults.stalls import go_on, stall_there
 from llm_datadist import CacheKey
-from llm_datadist.errors import CacheNotFound, DeadlineExceeded, StateError
-from tests.support.linking import begin_there, bytes_move_both_ways, links, result_there, runs_there
+from llm_datadist.errors import CacheNotFound
+from tests.support.linking import begin_there, bytes_move_both_ways, result_there, runs_there
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair
 from tests.support.world import World
 
 KEY = CacheKey(1, 10)
 PATIENT = {"llm.PeerTimeout": "600"}
-
-
-@pytest.mark.parametrize("what", ["registry", "control", "frame"])
-def test_a_question_to_a_stalled_target_ends_with_its_deadline_and_the_next_one_is_answered(
-    shm_pair: Pair, what: str
-) -> None:
-    shm_pair.start(sync_kv_timeout=1000, extra=PATIENT)  # the calls afterwards have no more on a busy machine
-    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
-    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
-    shm_pair.prompt.do(stall_there, what, 2)
-    with pytest.raises(DeadlineExceeded) as caught:
-        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
-    assert caught.value.phase == "resolve"
-    assert shm_pair.decoder.do(links) == {1: "ready"}
-    same_bytes(shm_pair.decoder.do(show, "rows"), target)
-    shm_pair.prompt.do(go_on)
-    # The late answer's pin comes back, and nothing was consumed.
-    wait_until(lambda: shm_pair.prompt.do(picture).pins == 0)
-    shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)
-    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
 
 
 @pytest.mark.parametrize("what", ["copy", "pool"])
@@ -58,32 +37,6 @@ def test_what_is_stalled_waits_and_goes_on(shm_pair: Pair, what: str) -> None:
 
 def allocate(world: World) -> None:
     world.caches["more"] = world.cm.allocate_cache(Spec().desc, [])
-
-
-def test_frames_that_were_kept_come_in_their_order(shm_pair: Pair) -> None:
-    shm_pair.start(extra=PATIENT)
-    keys = tuple(CacheKey(1, number) for number in range(5))
-    shm_pair.prompt.do(make, "rows", Spec(keys=keys), 1)
-    shm_pair.decoder.do(make, "rows", Spec(), 2)
-    shm_pair.decoder.do(stall_there, "frame", 1)
-    for number in range(5):
-        shm_pair.decoder.do(begin_there, f"pull {number}", call, "pull_cache", keys[number], Use("rows"), number)
-    assert shm_pair.prompt.do(picture).pins == 0
-    shm_pair.decoder.do(go_on)
-    assert [shm_pair.decoder.do(result_there, f"pull {number}") for number in range(5)] == [None] * 5
-    wait_until(lambda: (now := shm_pair.prompt.do(picture)).pins == 0 and now.keys == ())
-    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-def test_what_cannot_be_stalled_is_refused(local_pair: Pair) -> None:
-    local_pair.start()
-    with pytest.raises(KeyError):
-        local_pair.decoder.do(stall_there, "weather")
-    world_dd = local_pair.decoder.do(lambda world: world.dd)
-    local_pair.decoder.stop()
-    for what in STALLS:
-        with pytest.raises(StateError, match="initialised"), stall(world_dd, what):
-            pass
 
 
 @pytest.mark.parametrize("verb", ["pull_blocks", "push_blocks"])

@@ -1,12 +1,11 @@
 """A short campaign against the prefix store, and its judges; `make test-store` runs a minute of it."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from faults.__main__ import main
-from faults.store.history import Journal, Published, Record, records_of
+from faults.store.history import Published, Record
 
 SPACE = b"n" * 32
 A, B = b"a" * 32, b"b" * 32
@@ -63,13 +62,3 @@ def test_wrong_bytes_that_a_load_found_need_a_flipped_bit() -> None:
     assert not list(published.judge([*SAVES, at("mismatch", A, 5), at("mismatch", B, 5)]))  # one load of both
     (found,) = published.judge([*SAVES, at("mismatch", B, 5)])
     assert "no bit was flipped" in found
-
-
-def test_a_record_that_was_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    with Journal(path) as journal:
-        journal.write(EVENTS[:2])
-        journal.write(EVENTS[2:3])
-    assert list(records_of(path)) == EVENTS[:3]
-    path.write_bytes(path.read_bytes()[:-1])
-    assert list(records_of(path)) == EVENTS[:2]

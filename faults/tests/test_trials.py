@@ -1,9 +1,8 @@
-"""Some trials of each kind (`faults/trials.py` makes as many as one likes), the rebind race and grants, in
-short."""
+"""Some trials of each kind; `faults/trials.py` makes as many as one likes."""
 
 import pytest
 
-from faults import grants, rebind, trials
+from faults import trials
 
 
 @pytest.mark.parametrize("transport", trials.TRANSPORTS)
@@ -21,20 +20,3 @@ def test_memory_used_again_under_who_was_stopped_inside_a_copy(transport: str, w
     report = trials.run(transport, what, 8, seen=seen)
     assert report.good, "\n".join([trials.HEAD, report.line(), *report.faults])
     assert seen(report), report.line()
-
-
-@pytest.mark.parametrize("transport", rebind.TRANSPORTS)
-def test_a_key_bound_anew_during_a_pull_of_the_old_cache(transport: str) -> None:
-    def seen(race: rebind.Race) -> bool:
-        return min(race.torn, race.consumed) > 0
-
-    race = rebind.run(transport, 200, seen=seen)
-    assert race.good, "\n".join([rebind.HEAD, race.line(), *race.faults])
-    assert seen(race), race.line()
-
-
-@pytest.mark.parametrize("transport", grants.TRANSPORTS)
-def test_blocks_that_are_used_again_while_readers_claim_them(transport: str) -> None:
-    churn = grants.run(transport, 8000)
-    assert churn.good, "\n".join([grants.HEAD, churn.line(), *churn.faults])
-    assert grants.run(transport, 8000, guarded=False).wrong_bytes > 0, "without grants it goes wrong"

@@ -474,6 +474,7 @@ class Liar:
         if lie is None:
             honest(link, message)
             return
+        # A liar's answer has to fit the link's own tables, which only an honest target makes.
         with mock.patch.object(link, "tell", lambda resolved: link.send(lie(resolved))):
             honest(link, message)
 

@@ -3,7 +3,7 @@ the questions themselves: fair ones, unfair ones, many of them, answers that lie
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from faults.gated import begin, stopped
+from faults.gates import watched
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, LLMStatusCode
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
@@ -95,18 +96,12 @@ def flip(world: World, name: str, tensor: int, at: int) -> None:
 
 def flipping(world: World, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
     """Make a call; once its bytes have moved, one bit of "kv" of this end changes."""
-    connections = world.probe.link(1).connection.connections
-    verb = "read" if method.startswith("pull") else "write"
 
-    def corrupted(original: Any, *args: Any) -> Any:
-        result = original(*args)
-        flip(world, "kv", tensor, at)
-        return result
+    def flip_once_copied(name: str, *_: object) -> None:
+        if name == "copied":
+            flip(world, "kv", tensor, at)
 
-    with ExitStack() as undo:
-        for connection in connections:
-            setattr(connection, verb, partial(corrupted, getattr(connection, verb)))
-            undo.callback(delattr, connection, verb)
+    with watched(flip_once_copied):
         call(world, method, *args, **kwargs)
 
 

@@ -326,16 +326,20 @@ def give_and_end(world: World) -> tuple[int, int]:
     return world.probe.grant_looks()
 
 
-def test_the_newest_ended_grants_are_remembered_and_counted(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_ended_grants_are_remembered_and_counted(local_pair: Pair) -> None:
     both(local_pair)
-    monkeypatch.setattr(grants, "_MAX_ENDED", 3)
-    tokens = [local_pair.prompt.do(give, [1]) for _ in range(5)]
-    for token in tokens:
-        local_pair.prompt.do(tell, token.hex(), "revoke")
-    assert local_pair.prompt.do(statistics).tables == {"ended_grants": 3, "peer_secrets": 1}
-    for token in tokens[2:]:
+    tokens = local_pair.prompt.do(give_and_revoke, grants.MAX_ENDED + 2)
+    assert local_pair.prompt.do(statistics).tables == {"ended_grants": grants.MAX_ENDED, "peer_secrets": 1}
+    for token in (tokens[2], tokens[-1]):
         with pytest.raises(errors.GrantEnded, match="revoked"):
             local_pair.decoder.do(claim, token)
+
+
+def give_and_revoke(world: World, count: int) -> list[bytes]:
+    given = [world.caches["kv"].grant([1], LONG) for _ in range(count)]
+    for each in given:
+        each.revoke()
+    return [each.token for each in given]
 
 
 def test_grants_that_have_ended_leave_little_to_look_at(local_pair: Pair) -> None:
@@ -459,7 +463,7 @@ def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypa
         with pytest.raises(kind, match=text):
             end.do(verb, *arguments)
     assert prompt.do(totals).active == 1
-    monkeypatch.setattr(grants, "MAX_GRANT", 32)
+    monkeypatch.setattr(grants, "MAX_GRANT", 32)  # a message has room for more blocks than a pool here
     token = prompt.do(give, [1, 2])
     with pytest.raises(CacheMismatch, match="2 blocks, too many for one message"):
         decoder.do(claim, token)
@@ -475,21 +479,20 @@ def told(link: Mock) -> list[Any]:
     return [call.args[0] for call in link.tell.call_args_list]
 
 
-def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair) -> None:
     both(local_pair, PAGED)
     given = local_pair.prompt.do(lambda world: world.probe.engine).grants
-    monkeypatch.setattr(grants, "_MAX_WAITING", 3)
     peer, other, late = Mock(), Mock(), Mock()
     tokens = [secrets.token_bytes(16) for _ in range(3)]
-    for number, token in enumerate((*tokens[:2], tokens[1])):
-        given.on_claim(peer, Claim(number, token, 1, 60_000))
+    for number in range(grants.MAX_WAITING):
+        given.on_claim(peer, Claim(number, tokens[number in (1, 2)], 1, 60_000))
     peer.tell.assert_not_called()
     given.on_claim(peer, Claim(7, tokens[2], 1, 60_000))
     assert [(each.id, each.code) for each in told(peer)] == [(7, int(LLMStatusCode.LLM_LINK_BUSY))]
     given.on_claim(other, Claim(1, tokens[0], 1, 1))
     given.check_integrity()
     given.expire_claims(time.monotonic() + 1)
-    assert given.statistics().waiting == 3
+    assert given.statistics().waiting == grants.MAX_WAITING
     local_pair.prompt.do(give, [1], tokens[1])
     assert ([each.id for each in told(peer)[1:]], given.statistics().claimed, told(other)) == ([1, 2], 1, [])
     grants.on_late_claim(late, told(peer)[-1])

@@ -577,6 +577,7 @@ def test_a_link_that_is_being_made_stands_in_the_way(local_pair: Pair, monkeypat
         assert go.wait(60)
         return really(made)
 
+    # Between the last frame and the link's place in the table there is no step to stop at.
     monkeypatch.setattr(table, "install", installed_late)
     decoder.do(begin_there, "call", link, [info(1, local_pair.prompt.port)])
     assert at_the_gate.wait(60)

@@ -131,6 +131,7 @@ def test_remap_needs_a_link_and_does_nothing(local_pair: Pair) -> None:
 
 # --- what is left behind ----------------------------------------------------------------------------------------------
 def test_a_full_guard_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A million slots take half a minute to fill and to look through.
     monkeypatch.setattr(stores, "GuardTable", partial(GuardTable, slots=4))
     options = Options.parse(make_config(), LLMRole.PROMPT)
     store = CacheStore(options, HostDevice(), HostDevice(), bytes(16))

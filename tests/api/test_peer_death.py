@@ -509,6 +509,7 @@ def texts_in_the_moment_of_a_loss(world: World, peer: int) -> list[str]:
             world.probe.link(peer)
         texts.append(str(caught.value))
 
+    # Who calls in that moment cannot be chosen from outside.
     with mock.patch.object(table, "remove", remove):
         linking.lose(world, peer)
         wait_until(lambda: bool(texts))

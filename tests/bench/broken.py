@@ -94,12 +94,6 @@ class CannotStart(Good):
         raise OSError("no such adapter")
 
 
-class NotForThis(Good):
-    @classmethod
-    def why_not(cls, workload: BenchWorkload) -> str | None:
-        return f"never for {workload.op}"
-
-
 class Chatters(Good):
     """As libraries do that print on standard output, from Python and from C."""
 

@@ -4,17 +4,13 @@ First the bytes: whatever is wrong with a destination is found. Then the raw lim
 number of threads, and nothing done on bad input.
 """
 
-import fcntl
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist.bench import ContenderFailed, WrongBytes, contenders
-from llm_datadist.bench.contenders import LIMITS, PEERS, find, limits, why_not, why_not_importable
-from llm_datadist.bench.contenders.base import Contender, Role
+from llm_datadist.bench import ContenderFailed, WrongBytes
+from llm_datadist.bench.contenders import LIMITS, PEERS, why_not, why_not_importable
+from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.contenders.limits import (
     RawBlocks,
     TcpRaw,
@@ -46,8 +42,6 @@ from llm_datadist.bench.workload import (
     poison,
     verify,
 )
-from llm_datadist.errors import ParamError
-from tests.support.moves import wait_until
 from tests.unit.holder import Holder
 
 _TIMEOUT_S: Final = 60.0
@@ -217,19 +211,6 @@ def test_reads_and_writes_another_process(other: Holder, threads: int, write: bo
         verify(here, work, 1)
 
 
-def test_what_is_not_mapped_there_and_a_process_that_is_gone(other: Holder) -> None:
-    work, one = blocks_to_pull(300, 2), np.array([1])
-    near = RawBlocks.of(tensors(work), one)
-    for unmapped in ([0, 1], [1]):  # of the second the kernel moves a part, and says so only by the number of bytes
-        far = blocks_of_other(other, work, one)
-        far.addresses[unmapped] = 4096
-        with pytest.raises(OSError, match="process_vm_readv"):
-            move_process(near, far, other.pid, threads=1)
-    other.close()
-    with pytest.raises(ProcessLookupError):
-        move_process(near, far, other.pid, threads=1)
-
-
 @pytest.mark.parametrize("wait", Wait)
 def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wait: Wait) -> None:
     """More than one write of 1 MiB, and two tensors."""
@@ -250,87 +231,6 @@ def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wai
             stream_raw(near, to, send=False, wait=wait)
         with pytest.raises(BrokenPipeError):
             stream_raw(near, to, send=True)
-
-
-def test_a_part_of_the_last_bytes_is_no_reason_to_wait_for_ever() -> None:
-    (src,), (dst,) = ends(blocks_to_pull(300_000, 1, 1))
-    (more,), zero = tensors(blocks_to_pull(8 << 20, 1, 1)), np.array([0])
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-        near.connect(listener.getsockname())
-        far, _ = listener.accept()
-        with far:
-            sender = threading.Thread(target=far.sendall, args=(more[0],))
-            sender.start()
-            stream_raw(near, RawBlocks.of([more], zero), send=False)  # opens the window
-            sender.join()
-            far.sendall(src[0, :280_000].tobytes())
-            wait_until(lambda: queued(near) == 280_000)
-            receive = {"send": False, "wait": Wait.LOW_WATER}
-            receiver = threading.Thread(target=stream_raw, args=(near, RawBlocks.of([dst], zero)), kwargs=receive)
-            receiver.start()
-            wait_until(lambda: queued(near) == 0)
-            far.sendall(src[0, 280_000:290_000].tobytes())
-            wait_until(lambda: queued(near) == 10_000)  # fewer than are left: left there
-            far.sendall(src[0, 290_000:].tobytes())
-            receiver.join(10)
-            late = receiver.is_alive()
-        receiver.join()  # the end of the stream wakes it
-        assert not late
-        assert np.array_equal(dst[0], src[0])
-
-
-def queued(sock: socket.socket) -> int:
-    return int(struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))[0])
-
-
-def blocks_of(count: int = 2, size: int = 64, *, writable: bool = True) -> RawBlocks:
-    memory = tensors(blocks_to_pull(size, 2, 1))
-    memory[0].flags.writeable = writable
-    return RawBlocks.of(memory, np.arange(count))
-
-
-def over(*memory: Any, rows: tuple[int, ...] = (0,)) -> RawBlocks:
-    return RawBlocks.of(list(memory), np.array(rows))
-
-
-def stream_with_a_timeout() -> None:
-    near, far = socket.socketpair()
-    with near, far:
-        near.settimeout(1.0)
-        stream_raw(near, blocks_of(), send=True)
-
-
-ME = os.getpid()
-GOOD = tensors(blocks_to_pull(64, 2, 1))[0]
-CONTIGUOUS, NUMBERS, THREADS = "must be C-contiguous uint8", r"must be in \[0, 4\)", r"must be in \[1, 1024\]"
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: copy_raw(blocks_of(), blocks_of(), threads=0), f"threads is 0: {THREADS}"),
-        (lambda: copy_raw(blocks_of(), blocks_of(), threads=1025), f"threads is 1025: {THREADS}"),
-        (lambda: move_process(blocks_of(), blocks_of(), ME, threads=-1), f"threads is -1: {THREADS}"),
-        (lambda: copy_raw(blocks_of(2), blocks_of(3), threads=1), "dst has 2 blocks and src 3"),
-        (lambda: copy_raw(blocks_of(), blocks_of(2, 65), threads=1), "dst has blocks of 64 bytes, src of 65"),
-        (lambda: move_process(blocks_of(), blocks_of(2, 65), ME, threads=1), "dst has blocks of 64 bytes, src of 65"),
-        (lambda: copy_raw(blocks_of(writable=False), blocks_of(), threads=1), "dst is read-only"),
-        (lambda: move_process(blocks_of(writable=False), blocks_of(), ME, threads=1), "near is read-only"),
-        (lambda: over(GOOD, rows=(0, -1)), NUMBERS),
-        (lambda: RawBlocks.elsewhere([1 << 20], 4, 64, np.array([0, 4])), NUMBERS),
-        (lambda: over(GOOD.T), CONTIGUOUS),
-        (lambda: over(GOOD[:, ::2]), CONTIGUOUS),
-        (lambda: over(GOOD.view(np.int64)), CONTIGUOUS),
-        (lambda: over(GOOD.reshape(-1)), CONTIGUOUS),
-        (lambda: over(GOOD, GOOD[:2]), "all of one shape"),
-        (over, "tensors is empty"),
-        (stream_with_a_timeout, "must be blocking"),
-    ],
-)
-def test_what_it_refuses(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(ParamError, match=said):
-        call()
 
 
 # --- contenders -------------------------------------------------------------------------------------------------------
@@ -393,27 +293,6 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
         last[row, -1] = kept
 
 
-@pytest.mark.parametrize(("streams", "cpus", "chosen"), [((4,), 4, "4 streams"), ((1, 4), 3, "1 stream")])
-@pytest.mark.parametrize("op", [Op.PULL, Op.PUSH])
-def test_four_streams_are_tried_where_there_are_four_cpus(
-    op: Op, streams: tuple[int, ...], cpus: int, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "usable_cpus", lambda: cpus)
-    monkeypatch.setattr(TcpRaw, "streams", streams)
-    ends = source, destination = [TcpRaw(role, work(op, 5001)) for role in TcpRaw.roles]
-    with ExitStack() as at_end:
-        facts = source.start()
-        at_end.callback(source.stop)
-        destination.start()
-        at_end.callback(destination.stop)
-        assert chosen in destination.connect(facts)["way"]
-        for each in ends:
-            each.fill(3)
-            each.poison()
-        destination.transfer()
-        assert [each.verify(3) for each in ends] == [op is Op.PUSH, op is Op.PULL]
-
-
 def test_a_lost_source_is_told() -> None:
     workload = work(Op.PULL)
     with RunningContender("tcp-raw", _TIMEOUT_S) as running:
@@ -434,23 +313,10 @@ def test_threads_only_where_they_pay() -> None:
     assert threads(4096) == 1
 
 
-@pytest.mark.parametrize("contender", OPS)
-def test_the_footprint_is_what_it_holds(contender: str) -> None:
-    workload = work(Op.COPY if Op.COPY in OPS[contender] else Op.PULL)
-    cls: type[Contender] = find(contender)
-    one = workload.tensor_bytes * workload.tensors
-    gathered = workload.blocks * workload.block_bytes if contender == "torch" else 0
-    assert cls.footprint(workload) == one * (1 if workload.op is Op.COPY else 2) + gathered
-
-
-def test_why_a_peer_or_its_module_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_peer_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_importable("json", "json") is None
     assert why_not_importable("no_such_module_here", "some==1") == "not installed (pip install some==1)"
     (tmp_path / "broken_peer_module.py").write_text("raise ImportError('libsomething.so.1: cannot open')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "libsomething.so.1: cannot open" in (why_not_importable("broken_peer_module", "x") or "")
-    # An installed package has no benchmarks/peers.
-    monkeypatch.setattr(contenders, "_CHECKOUT", tmp_path)
-    monkeypatch.delitem(sys.modules, "benchmarks.peers.torch", raising=False)
-    assert (why_not("torch", work(Op.COPY)) or "").startswith("not in this installation")

@@ -8,15 +8,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from llm_datadist.bench import ContenderFailed
 from llm_datadist.bench.cases import Case
-from llm_datadist.bench.contenders.base import Role
-from llm_datadist.bench.driver import prepare, run
-from llm_datadist.bench.processes import Build, Process, RunningContender
+from llm_datadist.bench.driver import run
+from llm_datadist.bench.processes import RunningContender
 from llm_datadist.bench.report import BenchReporter
 from llm_datadist.bench.workload import BenchWorkload, Op
 from tests.support.ends import has_ended, state_of
@@ -111,16 +108,6 @@ def test_a_contender_that_hangs_ends_with_its_processes(told: Told) -> None:
     assert len(results.rows) + len(results.failures) == 2
 
 
-def test_a_contender_that_cannot_start_leaves_no_descriptor() -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    with (
-        pytest.raises(ContenderFailed, match="no such adapter"),
-        RunningContender(contender("CannotStart"), LONG_S) as running,
-    ):
-        running.start(WORK)
-    assert set(os.listdir("/proc/self/fd")) <= before
-
-
 DRIVER = """
 from llm_datadist.bench.processes import RunningContender
 from llm_datadist.bench.workload import Op, BenchWorkload
@@ -153,62 +140,3 @@ def test_processes_run_in_their_turn_only_and_end_with_their_driver_also_when_th
         wait_until(lambda: {state_of(pid) for pid in pids} == {"T"})
         driver.kill()
     wait_until(lambda: all(map(has_ended, pids)))
-
-
-def test_what_cannot_run_is_said_before_the_start_and_the_rest_goes_on_if_our_contender_and_the_memory_are_there(
-    told: Told,
-) -> None:
-    peers = contender("NotForThis"), "nowhere:Contender", contender("Good"), contender("Missing")
-    case = replace(GOOD, limit=contender("CannotStart"), peers=peers)
-    left = prepare([case, case], told, LONG_S)
-    assert [each.contenders for each in left] == [(contender("Good"), contender("Good"))] * 2
-    assert sum("never for pull" in line for line in told.lines) == 1, "each thing is said once"
-    for said in ("no such adapter", "never for pull", "No module named 'nowhere'", "has no attribute 'Missing'"):
-        assert said in str(told.lines)
-    assert told.steps == []
-    for name in ("CannotStart", "NotForThis", "Missing"):
-        told.lines.clear()
-        assert prepare([replace(GOOD, contender=contender(name))], told, LONG_S) == []
-        assert f"left out: {GOOD.title}" in told.lines
-    large = BenchWorkload(op=Op.PULL, block_bytes=1 << 30, blocks=1 << 20)
-    assert prepare([replace(GOOD, workload=large), GOOD], told, LONG_S) == [GOOD]
-    [line] = [each for each in told.lines if "GiB are available" in each]
-    assert line.startswith("left out")
-    assert "need 4194304 GiB" in line
-
-
-def test_orders_are_answered_in_turn_or_refused_whatever_else_the_worker_prints() -> None:
-    worker = Process(contender("Chatters"), Role.ALONE, Build())
-
-    def ask(do: Any, **fields: object) -> Any:
-        worker.send(do, **fields)
-        return worker.answer(str(do), LONG_S)
-
-    def refused(*orders: Any) -> None:
-        for each in orders:
-            with pytest.raises(ContenderFailed, match="no such command, or not started"):
-                ask(each)
-
-    try:
-        refused("timed", "fly")
-        assert ask("start", workload=WORK) == {"transport": "hand"}
-        refused("fly", "own", "__init__", "transfer_one", None)
-        assert ask("fill", seed=5) is None
-        for order, count in (("timed", 2), ("sample", WORK.blocks)):
-            assert ask("poison") is None
-            times = ask(order, count=count)
-            assert len(times) == count
-            assert min(times) > 0
-            assert ask("verify", seed=5) is True
-        with pytest.raises(ContenderFailed, match="WrongBytes: wrong bytes inside"):
-            ask("verify", seed=6)
-        before = ask("cpu")
-        assert ask("busy", on=True) is None
-        # Waits for what must come sooner or later; the test's own limit of time is the bound.
-        while ask("cpu") < before + 0.05:
-            pass
-        assert ask("busy", on=False) is None
-        assert ask("stop") is None
-        wait_until(lambda: has_ended(worker.pid))
-    finally:
-        worker.kill()

@@ -3,7 +3,6 @@
 import io
 import random
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.compare_builds import build_of, cases, interval, is_slower, main, pair_ratio
+from benchmarks.compare_builds import build_of, interval, is_slower, main
 from llm_datadist.bench.cases import Case, Request, cases_of, size_text
 from llm_datadist.bench.contenders.base import Role
-from llm_datadist.bench.plot import draw
 from llm_datadist.bench.report import show_floors, show_rows
 from llm_datadist.bench.rows import Measured, Row, make_rows
 from llm_datadist.bench.suite import counts_calls, floors, standard
 from llm_datadist.bench.summary import show_summary
 from llm_datadist.bench.workload import MOVES, BenchWorkload, Op
-from tests.support.source import ROOT
 from tests.support.tables import WIDTHS, tables, uncoloured
 
 OURS = "open-datadist"
@@ -190,7 +187,7 @@ def _check_screen(suite: list[Row]) -> None:
     assert line.endswith(f"of {len(floors(suite))} floors met")
 
 
-def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_is_asked_for() -> None:
+def test_the_suite_has_every_path_and_answers_every_floor() -> None:
     cases = standard(Request(op=Op.PULL, set_bytes=512 << 20))
     assert {case.workload.op for case in cases} == set(Op)
     for transport in ("shm", "cma", "tcp"):
@@ -203,16 +200,6 @@ def test_the_suite_has_every_path_answers_every_floor_and_takes_less_where_less_
     unanswered = [floor.what for floor in floors(answered) if floor.measured is None]
     assert unanswered == []
     _check_screen(answered)
-    cases = standard(Request(op=Op.PULL, set_bytes=2 << 20, against=("memcpy", "nixl"), threads=3))
-    assert {contender for case in cases for contender in case.contenders[1:]} == {
-        "memcpy",
-        "nixl",
-        "nixl-tcp",
-        "nixl-prepared",
-    }
-    pulls = [case for case in cases if case.workload.op is Op.PULL and case.workload.blocks not in (100, 1000, 10**6)]
-    assert max(case.workload.nbytes for case in pulls) == 2 << 20
-    assert {case.workload.threads for case in cases if case.workload.op in (Op.PULL, Op.COPY, Op.LATENCY)} == {3}
 
 
 @pytest.mark.parametrize(
@@ -230,41 +217,6 @@ def test_one_limit_and_the_others_are_peers(
 ) -> None:
     [case] = cases_of(Request(op=Op.PULL, transport=transport, against=against))
     assert (case.limit, case.peers) == (limit, peers)
-
-
-def test_single_steps_take_no_more_than_a_set() -> None:
-    for case in cases_of(Request(op=Op.LATENCY, transport="shm", tensors=64, set_bytes=64 << 20)):
-        assert case.workload.nbytes <= 64 << 20
-
-
-def test_a_picture_answers_one_question_is_the_same_each_time_and_has_colours_for_the_dark(tmp_path: Path) -> None:
-    [row] = rows()
-    change = msgspec.structs.replace
-    tcp = change(row, transport="tcp", limit="tcp-raw (blocking, 2 streams, 512 KiB unsent)", peer="mooncake")
-    way = change(tcp, block_bytes=8192, limit="tcp-raw (spinning, 1 stream, 512 KiB unsent)", peer="nixl-tcp")
-    latency, plan = change(row, op="latency"), change(row, op="plan", call="plan_blocks", transport="local", peer=None)
-    links = [change(row, op="link", call="link + unlink", transport=over, peer=None) for over in ("shm", "tcp")]
-    drawn = [row, tcp, way, latency, change(latency, busy="source"), plan, *links]
-    for name, some in (("first", drawn), ("second", drawn), ("nothing", [])):
-        (tmp_path / name).mkdir()
-        draw(some, tmp_path / name)
-    first, second, nothing = (
-        {path.name: path.read_text() for path in (tmp_path / name).iterdir()} for name in ("first", "second", "nothing")
-    )
-    assert sorted(first) == ["busy.svg", "calls.svg", "latency.svg", "pull_blocks-shm.svg", "pull_blocks-tcp.svg"]
-    assert (second, nothing) == (first, {})
-    for name, words in {
-        "pull_blocks-tcp.svg": ["How fast is pull_blocks over tcp?", OURS, "tcp-raw", "mooncake", "nixl-tcp"],
-        "pull_blocks-shm.svg": ["How fast is pull_blocks over shm?", OURS, "memcpy", "nixl"],
-        "latency.svg": ["How long does one block take?", "pull_blocks, shm", "nixl, beside shm"],
-        "busy.svg": ["pull_blocks, shm, source busy"],
-        "calls.svg": ["plan_blocks, 256 blocks", "link + unlink, shm", "link + unlink, tcp"],
-    }.items():
-        said = re.findall(r">([^<>]+)</text>", first[name])
-        assert [said.count(word) for word in words] == [1] * len(words), said
-        colours = set(re.findall("(?:fill|stroke): (#[0-9a-f]{6})", first[name].partition("</style>")[2]))
-        assert len(colours) > 3
-        assert [colour for colour in colours if f'"fill: {colour}"]' not in first[name]] == []
 
 
 # --- two builds compared: the arithmetic of the verdict, and one run --------------------------------------------------
@@ -286,28 +238,12 @@ def test_a_build_is_slower_when_the_whole_interval_is() -> None:
     assert [is_slower(ratios) for ratios in slower + not_slower] == [True] * 2 + [False] * 3
 
 
-def test_builds_by_path(tmp_path: Path) -> None:
-    assert build_of(Path(sys.executable)).python == sys.executable
-    source = build_of(tmp_path)
-    assert source.python == sys.executable
-    assert source.environment is not None
-    assert source.environment["PYTHONPATH"] == str(tmp_path / "src")
+def test_each_build_is_run_by_its_own_interpreter_and_one_that_cannot_run_fails_the_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (build_of(tmp_path).environment or {})["PYTHONPATH"] == str(tmp_path / "src")
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").touch()
-    installed = build_of(tmp_path)
-    assert installed.python == str(tmp_path / ".venv/bin/python")
-    assert "PYTHONPATH" not in (installed.environment or {})
-
-
-def test_one_pair_of_a_build_and_itself_one_that_cannot_run_and_options(capsys: pytest.CaptureFixture[str]) -> None:
-    build = build_of(ROOT)
-    for number in (0, 1):
-        assert 0.01 < pair_ratio(cases(1)["plan"], (build, build), number) < 100
+    assert build_of(tmp_path).python == str(tmp_path / ".venv/bin/python")
     assert main(["--before", "/bin/false", "--cases", "plan"]) == 1
     assert "FAILED: ours-plan" in capsys.readouterr().out
-    assert main(["--list"]) == 0
-    assert "pull-shm-4k" in capsys.readouterr().out.split()
-    assert main(["--self", "--cases", "none-like-this"]) == 2
-    for wrong in ([], ["--self", "--before", "x"], ["--self", "--pairs", "5"]):
-        with pytest.raises(SystemExit):
-            main(wrong)

@@ -1,7 +1,9 @@
-"""The prefix store of this library behind the interface of `kv_stores.py`. Store and engines are processes."""
+"""A prefix store and its engines, each a process, and the harm that `test_wrong_kv.py` does to them."""
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -16,14 +18,52 @@ from llm_datadist import CacheDesc, DataType
 from llm_datadist.errors import LLMException
 from llm_datadist.store import StoreClient, StoreOptions, namespace
 from llm_datadist.views import tensor_views
-from tests.conformance.kv_stores import BLOCKS, USUAL, Engine, Identity, Shape, Store
 from tests.support.ends import Call, ChildEnd, begin_there, frozen, result_there, runs_there
-from tests.support.kv import POISON
+from tests.support.kv import POISON, bytes_of
 from tests.support.linking import free_port
 from tests.support.moves import wait_until
 from tests.support.world import World, small_pool
 
 _PAGE: Final = 1 << 16
+#: Blocks in the memory of an engine.
+BLOCKS: Final = 16
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whatever, changed, makes other KV bytes for the same tokens, or other keys for them."""
+
+    revision: str = "main"
+    weights: str = "weights of May"
+    layout: str = "NHD"
+    dtype: str = "bfloat16"
+    rope: str = "theta 10000"
+    tp_size: int = 2
+    tp_rank: int = 0
+    hash_algorithm: str = "sha256_cbor"
+    hash_seed: str = "0"
+    salt: str = ""
+
+    def other(self, field: str) -> "Identity":
+        """Return an identity that differs in this field only."""
+        old: Any = getattr(self, field)
+        changed: dict[str, Any] = {field: old + 1 if isinstance(old, int) else f"{old}'"}
+        return replace(self, **changed)
+
+    @property
+    def digest(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Geometry of an engine's KV: tensors (layers), and bytes of one block in each."""
+
+    tensors: int = 2
+    nbytes: int = 8192
+
+
+USUAL: Final = Shape()
 
 
 def namespace_of(identity: Identity) -> bytes:
@@ -109,41 +149,51 @@ def _close(world: World) -> None:
     world.stop()
 
 
-class OurEngine(Engine):
-    """A child process with a StoreClient."""
+class StoreEngine:
+    """A child process with KV memory and a StoreClient. Its bytes follow from identity, key and place."""
 
     def __init__(self, end: ChildEnd, identity: Identity, shape: Shape) -> None:
         self.end, self.identity, self.shape = end, identity, shape
 
-    def write(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
-        self.end.do(_write, blocks, data)
+    def expected(self, keys: Sequence[bytes]) -> NDArray[np.uint8]:
+        """Return the right bytes of these keys, ``(keys, tensors, nbytes)``."""
+        numbers = self.shape.tensors, self.shape.nbytes
+        return np.stack([bytes_of(self.identity.digest, key, *numbers) for key in keys])
 
-    def read(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        return self.end.do(_read, blocks)
+    def compute(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Write the right bytes of these keys into the engine's blocks."""
+        self.end.do(_write, blocks, self.expected(keys))
+
+    def wrong(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Return how many bytes of the engine's blocks are not those of these keys."""
+        return int((self.end.do(_read, blocks) != self.expected(keys)).sum())
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Save blocks. Return if the store refuses them, or the save fails, too: the engine goes on then."""
         self.end.do(_save, keys, blocks)
 
     def give_up(self) -> None:
+        """Wait until the engine has lost patience with the save that is under way."""
         wait_until(lambda: not self.end.do(runs_there, "save"))
 
     def find(self, keys: Sequence[bytes]) -> int:
+        """Look keys up; return how many, from the first on, the store claims to have. The engine keeps the hit."""
         return self.end.do(_find, keys)
 
     def load(self, blocks: Sequence[int]) -> bool:
+        """Load the last hit, and keep it; return whether the store claims that all bytes are right."""
         return self.end.do(_load, blocks)
 
     def release(self) -> None:
+        """Give the last hit back, but remember it, as a caller does that uses it once more."""
         self.end.do(_release)
 
     def reuse(self) -> None:
+        """Free the KV memory, and use the same memory for something else, as an engine that preempts does."""
         self.end.do(_reuse, self.shape)
 
-    def die(self) -> None:
-        self.end.kill()
 
-
-class OurStore(Store):
+class HarmedStore:
     """A store process, stopped and killed as the causes ask for. Its readers compare digests if ``verify`` is set."""
 
     capacity = 8
@@ -154,7 +204,7 @@ class OurStore(Store):
         self._folder = tempfile.TemporaryDirectory(prefix="wrong-kv-")
         self._numbers = count()
         self._ids: dict[str, int] = {}
-        self._engines: list[OurEngine] = []
+        self._engines: list[StoreEngine] = []
         self._end = self._start()
 
     def _start(self) -> ChildEnd:
@@ -172,18 +222,18 @@ class OurStore(Store):
         folder.mkdir()
         return folder
 
-    def engine(self, identity: Identity, shape: Shape = USUAL, name: str = "") -> OurEngine:
+    def engine(self, identity: Identity, shape: Shape = USUAL, name: str = "") -> StoreEngine:
         number = self._ids.setdefault(name or f"engine {next(self._numbers)}", len(self._ids) + 1)
         end = ChildEnd(f"engine {number}")
         end.start("PROMPT", number, extra={"llm.Transport": self._transport}, sync_kv_timeout=5000, **small_pool())
         end.do(_open, self._address, namespace_of(identity), shape, self._verify)
-        self._engines.append(OurEngine(end, identity, shape))
+        self._engines.append(StoreEngine(end, identity, shape))
         return self._engines[-1]
 
     def during_save(
-        self, engine: Engine, keys: Sequence[bytes], blocks: Sequence[int], what: Callable[[], None]
+        self, engine: StoreEngine, keys: Sequence[bytes], blocks: Sequence[int], what: Callable[[], None]
     ) -> None:
-        assert isinstance(engine, OurEngine)
+        """Have the engine save; call ``what`` once, before the last byte has moved."""
         folder = self._gate()
         self._end.do(server.shut, "copy", folder)
         engine.end.do(begin_there, "save", _save, keys, blocks)
@@ -193,8 +243,8 @@ class OurStore(Store):
         if engine.end.code is None:
             engine.end.do(result_there, "save")
 
-    def during_load(self, engine: Engine, blocks: Sequence[int], what: Callable[[], None]) -> bool:
-        assert isinstance(engine, OurEngine)
+    def during_load(self, engine: StoreEngine, blocks: Sequence[int], what: Callable[[], None]) -> bool:
+        """Have the engine load its last hit; call ``what`` once, before the last byte has moved."""
         folder = self._gate()
         loading = Call(engine.end.do, _load, blocks, folder)
         Gate(folder).wait()
@@ -202,12 +252,13 @@ class OurStore(Store):
         Gate(folder).open()
         return bool(loading.result())
 
-    def outlive(self, engine: Engine) -> None:
-        assert isinstance(engine, OurEngine)
+    def outlive(self, engine: StoreEngine) -> None:
+        """Stop an engine until the store has given it up."""
         with frozen(engine.end):
             self._end.do(server.alone, engine.end.cluster_id)
 
     def restart(self) -> None:
+        """Kill the store, and start it again at the same place."""
         self._end.kill()
         self._end = self._start()
 

@@ -276,7 +276,7 @@ class _Dribble(socketserver.BaseRequestHandler):
 
 
 def test_all_questions_to_a_peer_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_TOTAL_MS", 500)
+    monkeypatch.setattr(peer, "_TOTAL_MS", 500)  # two minutes
     here = _two_ports()
     with _listening(_Dribble, here), _listening(_Dribble, here + 1):
         found = _examined(here)

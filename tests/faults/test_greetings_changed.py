@@ -8,13 +8,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace
 
-from faults.relay import NEVER, Relay, Rewriter, Way
+from faults.relay import Relay, Rewriter, Way
 from faults.sealing import DATA, TLS_RECORDS
 from tests.support.authority import secret_file
 from tests.support.kinds import Pair, World
@@ -112,16 +111,10 @@ def test_changed_versions_and_features_of_plain_greetings_are_refused(pair: Pair
                 assert text == expected
 
 
-def ways(*places: int) -> tuple[Way, Way]:
-    """Return a way up and one down, which flip a bit of the byte there."""
-    up, down = (Way("flip", at, Random(at), TLS_RECORDS) for at in places or (NEVER, NEVER))
-    return up, down
-
-
 def test_a_greeting_changed_in_an_authenticated_link_has_a_wrong_tag(pair: Pair, tmp_path: Path) -> None:
     """So has each record that is large enough to be one; the others are of TLS or a choice."""
     with apart(pair, **secret_file(tmp_path / "secrets", a=b"a" * 32)) as meets:
-        honest = ways()
+        honest = Way(), Way()
         assert meets(*honest, moves=False) == ALL
         for number, way in enumerate(honest):
             at, large = 0, []
@@ -130,7 +123,7 @@ def test_a_greeting_changed_in_an_authenticated_link_has_a_wrong_tag(pair: Pair,
                 at += len(record)
             assert len(large) > 1
             for at in large:
-                harmful = ways(at, NEVER) if number == 0 else ways(NEVER, at)
+                harmful = (Way(at), Way()) if number == 0 else (Way(), Way(at))
                 text = meets(*harmful)
                 assert harmful[number].hit
                 assert text.startswith(("AuthFailed: link to 127.0.0.1:", "LinkRefused: link to 127.0.0.1:")), text

@@ -13,7 +13,7 @@ from tests.golden.encodings import Group, groups
 
 FILE: Final = Path(__file__).with_name("frames.json")
 Stored = dict[str, dict[str, Any]]
-"""By group ``version``, ``frames`` by name, and by version ``older`` frames that links still have to read."""
+"""By group ``version``, and ``frames`` by name."""
 
 
 def load(path: Path = FILE) -> Stored:
@@ -54,20 +54,7 @@ def _updated(group: Group, stored: Mapping[str, Any], wrong: Callable[[str], Non
     elif now == was:
         for name, data in changed.items():
             wrong(f"{name}: {data} became {frames.get(name)}, and the version is {now}: {rule}")
-    new = {"version": now, "frames": frames}
-    if group.oldest is None:
-        return new
-    passing = {name for name, frame in group.frames.items() if frame.read is None or not frame.lasting}
-    older = stored.get("older", {})
-    if now > was:
-        older = older | {str(was): {name: data for name, data in changed.items() if name not in passing}}
-    older = {version: of for version, of in older.items() if of and int(version) >= group.oldest}
-    for version, name, data in ((version, *each) for version, of in older.items() for each in of.items()):
-        try:
-            group.frames[name].read(bytes.fromhex(data))  # type: ignore[misc]
-        except Exception as error:  # noqa: BLE001 (as above)
-            wrong(f"{name}: this build speaks version {version}, and cannot read its {data}: {error!r}")
-    return new | ({"older": older} if older else {})
+    return {"version": now, "frames": frames}
 
 
 def main(path: Path = FILE) -> None:

@@ -43,32 +43,26 @@ from tests.golden.values import made, named, some
 
 @dataclass(frozen=True)
 class Frame:
-    """One value, and its encoding by this build.
-
-    Without ``read``, both sides compute the bytes. ``lasting``: later builds have to read them from this one.
-    """
+    """One value, and its encoding by this build. Without ``read``, both sides compute the bytes."""
 
     value: Any
     write: Callable[[Any], bytes]
     read: Callable[[bytes], object] | None = None
-    lasting: bool = True
 
 
 @dataclass(frozen=True)
 class Group:
-    """Encodings of one version, and the constant that has it. ``oldest``: a version that this build still reads."""
+    """Encodings of one version, and the constant that has it."""
 
     constant: str
     version: int
     frames: Mapping[str, Frame]
-    oldest: int | None = None
 
 
 def groups() -> dict[str, Group]:
-    oldest, newest = versions.VERSIONS
     return {
         "wire major": Group("WIRE_MAJOR of _transport/address.py", address.WIRE_MAJOR, _wire_major()),
-        "protocol": Group("the newest of VERSIONS of _links/versions.py", newest, _protocol(), oldest),
+        "protocol": Group("the newest of VERSIONS of _links/versions.py", versions.VERSIONS[1], _protocol()),
         "rendezvous": Group("VERSION of _transport/rendezvous.py", rendezvous.VERSION, _rendezvous()),
         "statistics page": Group("PAGE_VERSION of _statistics_page.py", pages.PAGE_VERSION, _page()),
         "grant": Group("GRANT_VERSION of types/grant.py", grants.GRANT_VERSION, _grant()),
@@ -136,7 +130,7 @@ def _protocol() -> dict[str, Frame]:
     frames = _each(get_args(messages.AnyMessage), messages.frame, _message)
     later = partial(_elements, more=_LATER)
     for kind in (messages.Hello, messages.Welcome):
-        frames[f"{kind.__name__} of a later release"] = Frame(made(kind), later, _message, lasting=False)
+        frames[f"{kind.__name__} of a later release"] = Frame(made(kind), later, _message)
     kinds = get_args(get_type_hints(handles.decode_handle)["return"])
     frames |= _each(kinds, handles.encode_handle, handles.decode_handle)
     for kinds, decode in (

@@ -1,24 +1,20 @@
 """Golden frames: every encoding is as in the file, and a change without a new version is noticed."""
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, get_args
 
 import msgspec
 import pytest
 
 from llm_datadist.errors import ProtocolError
-from llm_datadist.types.grant import GRANT_VERSION
-from tests.golden.__main__ import FILE, Stored, load, main, text_of, updated
-from tests.golden.encodings import GREETINGS, Frame, Group, groups
+from tests.golden.__main__ import FILE, load, text_of, updated
+from tests.golden.encodings import GREETINGS, Frame, groups
 from tests.support.wire import messages
 
 GROUPS: Final = groups()
 STORED: Final = load()
-NEWEST: Final[int] = STORED["protocol"]["version"]
 #: By kind of message: its group, and the names of its frames.
 KINDS: Final[dict[Any, tuple[str, list[str]]]] = {}
 for _group in ("protocol", "rendezvous"):
@@ -89,67 +85,3 @@ def test_a_greeting_changes_under_the_wire_major_only_but_for_more_elements() ->
         frame = GROUPS["wire major"].frames[name]
         for what, mutant in mutants(frame.value, count - 1):
             assert refuses("wire major", {name: Frame(mutant, frame.write)}) == (what != "one more"), (kind, what)
-
-
-def test_a_reader_that_takes_fields_for_others_is_noticed() -> None:
-    frame = GROUPS["protocol"].frames["Release"]
-
-    def read(data: bytes) -> object:
-        pin, first, count = msgspec.structs.astuple(messages.decode(data[4:]))
-        return messages.Release(pin=pin, first=count, count=first)
-
-    with pytest.raises(ValueError, match=r"^protocol: Release: \w+ is read as Release"):
-        updated({"protocol": replace(GROUPS["protocol"], frames={"Release": replace(frame, read=read)})}, {})
-
-
-# --- the command ---
-
-
-@pytest.mark.parametrize(
-    ("edit", "text"),
-    [
-        (lambda file: file["protocol"]["frames"].update(Beat="00"), f"Beat: 00 became .* the version is {NEWEST}: "),
-        (lambda file: file["protocol"]["frames"].update(Old="00"), "Old: 00 became None"),
-        (lambda file: file["grant"].update(version=GRANT_VERSION + 1), f"version: {GRANT_VERSION + 1} in the file"),
-        (lambda file: file.update(old={"version": 1, "frames": {}}), "old: the group is gone"),
-        (lambda file: file["protocol"]["frames"].pop("Beat"), None),
-        (dict.clear, None),
-    ],
-)
-def test_the_command_adds_frames_and_changes_none(
-    tmp_path: Path, edit: Callable[[Stored], None], text: str | None
-) -> None:
-    file, stored = tmp_path / "frames.json", copy.deepcopy(STORED)
-    edit(stored)
-    file.write_text(before := text_of(stored))
-    if text is not None:
-        with pytest.raises(SystemExit, match=f"(?s)as before:\n.*{text}"):
-            main(file)
-        assert file.read_text() == before
-    else:
-        main(file)
-        assert file.read_text() == FILE.read_text()
-
-
-def test_older_frames_stay_as_long_as_links_speak_their_version() -> None:
-    """The next version of a heartbeat has one element more."""
-    beat = STORED["protocol"]["frames"]["Beat"]
-    stored = {"protocol": {"version": NEWEST, "frames": {"Beat": beat}}}
-
-    def newer(kind: Any, oldest: int = NEWEST, *, lasting: bool = True) -> dict[str, Group]:
-        def read(data: bytes) -> object:
-            return msgspec.msgpack.decode(data[data.index(b"\xa4beat") - 1 :], type=kind)
-
-        frame = Frame(("beat", 3, 4), msgspec.msgpack.encode, read, lasting)
-        return {"protocol": Group("VERSIONS", NEWEST + 1, {"Beat": frame}, oldest)}
-
-    strict, lenient = tuple[str, int, int], newer(tuple[Any, ...])
-    found = updated(lenient, stored)
-    assert found["protocol"]["older"] == {str(NEWEST): {"Beat": beat}}
-    assert updated(lenient, found) == found
-    for passing, before in ((newer(strict, lasting=False), stored), (newer(strict, NEWEST + 1), found)):
-        assert "older" not in updated(passing, before)["protocol"]
-    gone = {"protocol": replace(lenient["protocol"], frames={})}
-    for without, before in ((newer(strict), stored), (newer(strict), found), (gone, stored)):
-        with pytest.raises(ValueError, match=f"Beat: this build speaks version {NEWEST}, and cannot read its {beat}"):
-            updated(without, before)

@@ -1,65 +1,37 @@
-"""What came of a pass over mutants: a file with one line for each stage of each mutant, so that a pass can go on."""
+"""What came of a pass over mutants, also in a file: one line for each stage of each mutant."""
 
 import json
 from pathlib import Path
 from typing import Final
 
-STAGES: Final = ("unit", "wide", "full")
+STAGES: Final = ("unit", "wide")
 KILLED, SURVIVED = "killed", "survived"
 #: C++ that does not compile.
 NO_MUTANT: Final = "no mutant"
 
 
 class Session:
-    """Results by mutant and stage, in a file. One thread writes.
+    """Results by mutant and stage. One thread writes.
 
     Args:
-        path: The file; made if it is not there.
+        path: The file, begun anew.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        path.write_text("")
         #: By key of the mutant, what each stage came to. An empty one: no stage has run yet.
         self.results: dict[str, dict[str, str]] = {}
-        #: By key of the mutant, the test that killed it, and the digest of that test's file.
-        self.killers: dict[str, tuple[str, str]] = {}
-        self._head: dict[str, object] | None = None
-        if path.exists():
-            for line in path.read_text().splitlines():
-                self._take(json.loads(line))
-
-    def _take(self, entry: dict[str, object]) -> None:
-        if "settings" in entry:
-            self._head = entry
-        elif "mutant" in entry:
-            stages = self.results.setdefault(str(entry["mutant"]), {})
-            if "stage" in entry:
-                stages[str(entry["stage"])] = str(entry["outcome"])
-            if "killer" in entry:
-                self.killers[str(entry["mutant"])] = str(entry["killer"]), str(entry["digest"])
-
-    def begin(self, settings: dict[str, object]) -> None:
-        """Begin, or go on with what was begun with the same settings.
-
-        Raises:
-            ValueError: The file was made with other settings, or from other code.
-        """
-        head: dict[str, object] = {"settings": settings}
-        if self._head is None:
-            self._write(head)
-            self._head = head
-        elif self._head != head:
-            raise ValueError(f"{self._path} was begun with {self._head['settings']}, not {settings}: take another file")
 
     def choose(self, key: str) -> None:
         """Make a mutant part of the pass, before any stage of it has run."""
-        if key not in self.results:
-            self.add({"mutant": key})
+        self.results[key] = {}
 
-    def add(self, entry: dict[str, object]) -> None:
-        """Store a line."""
-        self._take(entry)
-        self._write(entry)
+    def add(self, key: str, stage: str, outcome: str, **more: object) -> None:
+        """Store what a stage came to."""
+        self.results[key][stage] = outcome
+        with self._path.open("a") as file:
+            file.write(json.dumps({"mutant": key, "stage": stage, "outcome": outcome} | more) + "\n")
 
     def outcome(self, key: str) -> str | None:
         """Return KILLED or SURVIVED by all stages so far, NO_MUTANT, or None where no stage has run."""
@@ -68,7 +40,7 @@ class Session:
 
     def table(self) -> str:
         """Return the table of all modules and the list of survivors, both sorted."""
-        lines = [f"{'module':<28}{'mutants':>9}{'unit':>7}{'wide':>7}{'full':>7}{'survived':>10}{'not run':>9}"]
+        lines = [f"{'module':<28}{'mutants':>9}{'unit':>7}{'wide':>7}{'survived':>10}{'not run':>9}"]
         for module in sorted({key.split(":")[0] for key in self.results}):
             keys = [key for key in self.results if key.split(":")[0] == module and self.outcome(key) != NO_MUTANT]
             killed = [sum(self.results[key].get(stage) == KILLED for key in keys) for stage in STAGES]
@@ -77,19 +49,3 @@ class Session:
             lines.append(f"{module:<28}{len(keys):>9}{cells}{survived:>10}{len(keys) - sum(killed) - survived:>9}")
         survivors = sorted(key for key in self.results if self.outcome(key) == SURVIVED)
         return "\n".join([*lines, "", f"survived ({len(survivors)}):", *(f"  {key}" for key in survivors)])
-
-    def _write(self, entry: dict[str, object]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-
-
-def compare(before: Session, after: Session) -> tuple[list[str], str]:
-    """Return the mutants that were killed before and survive after, and a summary in one line."""
-    one, other = ({key: each.outcome(key) for key in each.results if each.outcome(key)} for each in (before, after))
-    both = sorted(one.keys() & other.keys())
-    lost = [key for key in both if (one[key], other[key]) == (KILLED, SURVIVED)]
-    won = sum((one[key], other[key]) == (SURVIVED, KILLED) for key in both)
-    return lost, (
-        f"{len(both)} mutants in both: {len(lost)} killed before survive now, {won} the other way; "
-        f"{len(one) - len(both)} only before, {len(other) - len(both)} only after"
-    )

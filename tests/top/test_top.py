@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -377,16 +377,23 @@ def test_a_host_that_says_nothing_more_is_no_reading(ssh: Path) -> None:
         assert remote.read() == [], "what a screen goes on to show"
 
 
-def test_a_lost_connection_is_tried_again(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_connection_is_tried_again(ssh: Path) -> None:
     assert ssh.exists()
-    monkeypatch.setattr("llm_datadist.cli.top_source._RETRY_SECONDS", 0.0)
     with closing(Remote("far", f"{sys.executable} -m llm_datadist.cli")) as remote:
         assert remote.read(30) is not None
         assert remote.ssh is not None
         os.killpg(remote.ssh.pid, signal.SIGKILL)
         with pytest.raises(SourceError, match="ended with status -9"):
             wait_until(lambda: remote.read() is None)
-        assert remote.read(30) is not None
+        with pytest.raises(SourceError, match="ended with status -9"):  # for three seconds
+            remote.read()
+
+        def again() -> bool:
+            with suppress(SourceError):
+                return remote.read(30) is not None
+            return False
+
+        wait_until(again, 60)
 
 
 def test_an_option_switches_it_off_and_a_page_that_is_too_long_is_cut(

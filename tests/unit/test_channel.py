@@ -27,13 +27,12 @@ import pytest
 
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
-from llm_datadist._links import loop, messages
+from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
 from llm_datadist._links.tls_session import TlsSession
-from llm_datadist._native import BriefPoll
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
@@ -478,6 +477,21 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
         ends.channel.send(Beat(1))
 
 
+def test_an_encrypted_message_that_was_changed_ends_the_channel_after_what_came_before(
+    control: ControlLoop, tmp_path: Path
+) -> None:
+    tls = shaken(Credentials(CredentialFiles(secrets=new_secret(tmp_path / "secrets", "a"))))
+    ends = Ends(control, tls=tls).begin()
+    first, second, third = (tls[1].encrypt(frame(Beat(number))) for number in range(3))
+    ends.theirs.sendall(first)
+    wait_until(lambda: ends.heard == [Beat(0)])
+    ends.theirs.sendall(second[:-1] + bytes([second[-1] ^ 1]) + third)
+    wait_until(ends.ended)
+    assert ends.heard == [Beat(0)]
+    assert "tampered" in ends.lost[0]
+    ends.close()
+
+
 @pytest.mark.parametrize("late", [True, False], ids=["an answer that nobody took", "read"])
 @pytest.mark.parametrize("fails", [True, False])
 def test_after_a_bug_or_a_close_nothing_is_delivered(
@@ -785,51 +799,3 @@ def test_a_signal_handler_waits_for_an_answer_beside_the_wait_that_it_interrupts
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (answers, waiter.answer) == ([UnlinkAck(2)], UnlinkAck(1))
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["control thread reads", "caller reads"])
-def test_a_reader_without_memory_ends_the_channel(ends: Ends, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    threads = [ends.begin_to_wait(ends.expect(1))] if waits else []
-    monkeypatch.setattr(ends.channel._parser, "feed", Mock(side_effect=MemoryError("none")))
-    ends.say(UnlinkAck(1))
-    join(*threads)
-    wait_until(ends.ended)
-    assert ends.lost == ["internal error: MemoryError('none')"]
-
-
-def test_a_brief_poll_ends_by_itself_and_takes_nothing() -> None:
-    """Readable or not, or closed."""
-    here, there = socket.socketpair()
-    with here, there:
-        poll = BriefPoll(here.fileno())
-        for _ in range(8):
-            poll.run()
-        there.sendall(b"x")
-        poll.run()
-        BriefPoll(here.fileno()).run()
-        assert here.recv(2, socket.MSG_DONTWAIT) == b"x"
-    poll.run()
-
-
-def test_the_control_thread_polls_once_where_a_message_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-
-    class Counted:
-        def __init__(self, descriptor: int) -> None:
-            self._descriptor = descriptor
-
-        def run(self) -> None:
-            runs.append(self._descriptor)
-
-    monkeypatch.setattr(loop, "BriefPoll", Counted)
-    control = ControlLoop()
-    control.start()
-    try:
-        control.call(lambda: None)
-        assert runs == []
-        control.call(control.expect)
-        wait_until(lambda: len(runs) == 1)
-        control.call(lambda: None)
-        assert len(runs) == 1
-    finally:
-        control.stop()

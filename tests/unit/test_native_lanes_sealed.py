@@ -1,7 +1,6 @@
 """Lanes whose bytes are sealed: keys, records as they are on the wire, and what a peer with the keys may do wrong.
 
-All that plain lanes do sealed ones do too: see the fixture `kind_of_lane`. What a relay can do to records:
-faults/tamper.py.
+All that plain lanes do sealed ones do too: see the fixture `kind_of_lane`.
 """
 
 import fcntl
@@ -20,7 +19,7 @@ import pytest
 
 from faults import lane_ends
 from faults.lane_ends import BIG, DATA, READ, WRITE, Target, Wire, deadline, frame_of, joined, next_event, one_row
-from faults.sealing import FAR_KEYS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
+from faults.sealing import FAR_KEYS, LANE_RECORDS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
 from llm_datadist._memory.segment import new_memfd
 from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, Tensors, WriteAsked
 from llm_datadist._native import encode_request as encode
@@ -192,6 +191,14 @@ BREACHES = [
     # Nothing of a record that was changed is interpreted: its header is a breach of its own, with another text.
     *((f"changed at {at}", changed(record(bytes(lane_ends.HEADER.size)), at), CHANGED) for at in (0, 4, 20, 44, 59)),
 ]
+with closing(Sealer(FAR_KEYS[0])) as _sealer, closing(Sealer(NEAR_KEYS[0])) as _mirror:
+    FIRST, SECOND, OURS = _sealer.record(bytes(40)), _sealer.record(frame_of(READ, 2)), _mirror.record(bytes(40))
+BREACHES += [
+    ("the first is missing", SECOND, CHANGED),
+    ("two changed places", SECOND + FIRST, CHANGED),
+    ("one is a byte shorter", LANE_RECORDS.shortened(FIRST), CHANGED),
+    ("ours comes back", OURS, CHANGED),
+]
 BREACHES += [
     (f"ends after {left} bytes", record(frame_of(READ, 1))[:left], INSIDE)
     for left in (1, LENGTH.size - 1, LENGTH.size, 30, lane_ends.HEADER.size + OVERHEAD - 1)
@@ -205,6 +212,15 @@ def test_what_is_no_record_of_the_peers_costs_the_lane(engine: LaneEngine, strea
         wire.sock.shutdown(socket.SHUT_WR)
         assert wire.is_closed()
         assert next_event(engine, LaneLost).reason.endswith(why)
+
+
+def test_a_record_that_comes_twice_costs_the_lane(engine: LaneEngine) -> None:
+    with Wire(engine) as wire:
+        twice = record(frame_of(READ, 1))
+        wire.sock.sendall(twice)
+        assert next_event(engine, ReadAsked).id == 1
+        wire.sock.sendall(twice)
+        assert next_event(engine, LaneLost).reason.endswith(CHANGED)
 
 
 def test_the_stream_ends_between_two_records(engine: LaneEngine) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -33,7 +33,6 @@ from llm_datadist._native import (
     Plan,
     ProcessMemory,
     Tensors,
-    _limits,
     execute,
     peek_process,
     plan_row,
@@ -190,18 +189,6 @@ def test_pairs_of_one_cache_take_effect_in_the_order_given(pairs: list[tuple[int
     ends = twin.tensors_of([tensor])
     assert execute(plan, ends.native, ends.native, None, NO_DEADLINE) == plan.nbytes
     assert np.array_equal(tensor, expected)
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.permutations(range(32)), st.sampled_from([65536, 65537, 300_001]), st.booleans(), st.booleans())
-def test_large_plans_with_threads(pool: CopyPool, order: list[int], block: int, alias: bool, chained: bool) -> None:
-    half = 16
-    shift = 8 if chained else 0  # sources among the destinations
-    pairs = list(zip(order[:half], order[half - shift : 32 - shift], strict=True))
-    plan = plan_of(pairs, alias=alias, block=block, blocks_each=32)
-    assert plan.ordered is (alias and chained)
-    dst = twin.noise(4, 1, 32 * block)
-    check(plan, dst, dst if alias else twin.noise(5, 1, 32 * block), pool)
 
 
 SHAPES = [
@@ -546,15 +533,6 @@ def test_a_process_that_has_ended(reaped: bool, write: bool) -> None:
             peek_process(dead.pid, dead.address, 16)
 
 
-def test_a_pid_that_is_none_and_local_memory_that_is_not_there(holder: Holder) -> None:
-    for pid in (0, -1, 2**31 - 1):
-        with pytest.raises(ProcessLookupError):
-            move(ProcessMemory(pid), holder.address, np.zeros(64, np.uint8))
-    nowhere, there = (Tensors(np.array([at], np.uint64), 64).native for at in (8, holder.address))
-    with pytest.raises(OSError, match="Bad address"):
-        ProcessMemory(holder.pid).read(ROW, nowhere, there, None, NO_DEADLINE)
-
-
 def test_a_write_that_misses_a_canary_writes_nothing_although_the_cookie_is_there(holder: Holder) -> None:
     """As a write that was stopped behind all its checks, and goes on in another address space."""
     holder.fill(np.arange(64, dtype=np.uint8))
@@ -638,23 +616,3 @@ def test_peek_returns_the_bytes(holder: Holder) -> None:
         with pytest.raises(OSError, match="Bad address") as caught:
             peek_process(holder.pid, address, 16)
         assert caught.value.errno == errno.EFAULT
-
-
-# The limits of the bench, which move without a plan; their callers: tests/bench/test_contenders.py
-
-ONE, NULL, ME = np.array([MIB], np.uint64), np.zeros(1, np.uint64), os.getpid()
-
-
-@pytest.mark.parametrize(
-    ("limit", "arguments", "said"),
-    [
-        (_limits.limit_memcpy, (ONE, NULL, 8, 1, False), "address 0 is 0"),
-        (_limits.limit_process, (ME, False, ONE, ONE, 0, 1), "block_bytes is 0"),
-        (_limits.limit_process, (ME, False, ONE, ONE, (1 << 30) + 1, 1), "block_bytes is 1073741825"),
-        (_limits.limit_stream, (0, True, ONE, 0, 0), "block_bytes is 0"),
-        (_limits.limit_stream, (0, True, ONE, 8, 3), r"wait is 3: must be in \[0, 2\]"),
-    ],
-)
-def test_what_the_limits_refuse(limit: Any, arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ParamError, match=said):
-        limit(*arguments)

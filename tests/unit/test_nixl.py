@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import msgspec
@@ -131,6 +131,13 @@ class SlowAgent(NamedAgent):
         while True:
             arguments[4]()
             time.sleep(1e-3)
+
+
+class ExhaustedAgent(StillAgent):
+    """An agent without memory for what is received."""
+
+    def receive(self, *_: object) -> NoReturn:
+        raise MemoryError
 
 
 class FailingAgent(StillAgent):
@@ -261,7 +268,7 @@ def test_without_remote_access_nothing_is_pushed_and_a_request_after_the_end_of_
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nothing_waits_for_a_thread_that_has_ended() -> None:
-    with mock.patch.object(StillAgent, "receive", side_effect=MemoryError), owner() as end:
+    with owner(ExhaustedAgent) as end:
         end.hear(PUSH)
         assert in_time(end.server.join)
         end.hear(ask(2, write=True))
@@ -339,13 +346,12 @@ def test_pushed_bytes_come_in_while_the_owner_waits_for_its_sender() -> None:
             assert len(end.answers) == 1
 
 
-def test_the_thread_that_receives_does_not_poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_that_receives_does_not_poll_without_end() -> None:
     queue = mock.Mock(wraps=SimpleQueue())
 
     def sleeps() -> list[bool]:
         return [bool(given.get("timeout")) for name, _, given in queue.mock_calls if name.startswith("get")]
 
-    monkeypatch.setattr("llm_datadist._transport.nixl._BUSY_SECONDS", 0.01)
     with owner() as end:
         end.server._queue = queue
         end.hear(PUSH)
@@ -423,9 +429,13 @@ def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
 def test_the_owner_is_told_of_every_push_that_is_given_up() -> None:
     """Else it keeps its memory for a peer that does not come any more."""
     deadline, peer = Deadline(60_000, cancellable=True), Peer(Moved(""))
-    in_the_last_moment = mock.patch.object(StillAgent, "move", side_effect=lambda *_: deadline.cancel())
-    with in_the_last_moment, pytest.raises(DeadlineExceeded):
-        push(StillAgent, peer, deadline)
+
+    class LateAgent(StillAgent):
+        def move(self, *_: object) -> None:
+            deadline.cancel()
+
+    with pytest.raises(DeadlineExceeded):
+        push(LateAgent, peer, deadline)
     assert peer.told == [Done(1, good=False)]
 
 
@@ -435,7 +445,10 @@ def test_what_did_not_move_is_no_success_whatever_the_peer_says() -> None:
 
 
 def test_what_a_peer_says_of_nixl_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    forged = pytest.raises(PeerLost, match="at the peer: it failed forged")
-    with forged, mock.patch.object(StillAgent, "move"):
-        push(StillAgent, Peer(NixlRefused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
+    class MovingAgent(StillAgent):
+        def move(self, *_: object) -> None:
+            """All of it."""
+
+    with pytest.raises(PeerLost, match="at the peer: it failed forged"):
+        push(MovingAgent, Peer(NixlRefused(LOST, "it failed\nforged", touched=True)), Deadline(60_000))
     assert "it failed forged" in caplog.text

@@ -95,23 +95,6 @@ def test_allocate_many_is_all_or_nothing_and_says_every_number(pool: MemoryPool)
     assert pool.statistics().free_bytes == 0
 
 
-def test_the_allocator_is_only_ever_used_under_the_lock(pool: MemoryPool) -> None:
-    """Deterministic where a race would need luck: every use of the allocator looks whether the lock is held."""
-    allocator, uses = pool._allocator, []
-
-    class Watched:
-        def __getattr__(self, name: str) -> object:
-            uses.append((name, pool._lock.locked()))
-            return getattr(allocator, name)
-
-    setattr(pool, "_allocator", Watched())  # noqa: B010 - mypy knows the attribute's type
-    pool.allocate_many(2, 1).free()
-    pool.statistics()
-    pool.check_integrity()
-    assert {"allocate", "free", "used_bytes", "check_integrity"} <= {name for name, _ in uses}
-    assert [name for name, locked in uses if not locked] == []
-
-
 def test_all_after_a_close_is_refused(pool: MemoryPool) -> None:
     """A pool is closed twice here, with a live allocation. Impossible sizes: test_config.py, test_layout.py."""
     direct, live = DirectMemory("device", HostDevice()), pool.allocate_many(1, 1)

@@ -53,15 +53,6 @@ def test_an_answer_after_the_end_of_its_link_leaves_nothing() -> None:
     assert (questions._bytes, questions._held) == ({other: 0}, 0)
 
 
-def test_a_link_without_questions_is_refused_and_its_question_is_not_handled() -> None:
-    told, asked = list[Any](), list[PeerQuestion]()
-    questions = questions_of()
-    questions.serve("x", asked.append)
-    questions.on_question(linked(told, "reads-by-key"), Question(1, "x", b"", 100))
-    assert told == [Failed(1, LLMStatusCode.LLM_FEATURE_NOT_ENABLED.value, "this link was made without questions")]
-    assert asked == []
-
-
 def test_one_peer_holds_half_of_the_bytes_and_another_half_of_the_rest_until_they_are_answered() -> None:
     questions, kept, large = questions_of(), list[PeerQuestion](), Question(1, "x", bytes(MAX_BODY), 100)
     questions.serve("x", kept.append)

@@ -326,7 +326,6 @@ def test_a_listener_that_cannot_accept_pauses(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Out of descriptors the loop is not kept busy, and the peer that waits is served afterwards."""
-    monkeypatch.setattr(samehost, "_ACCEPT_PAUSE_S", 0.05)
     real, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
 
     def accept(sock: socket.socket) -> Any:
@@ -607,8 +606,7 @@ def test_a_peer_that_blocks_its_close_keeps_no_other_one_waiting(stage: Stage) -
 
 def test_no_packet_is_taken_while_too_many_descriptors_wait_for_their_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of descriptors, the kernel would close what it cannot give us in the thread that receives."""
-    monkeypatch.setattr(rendezvous, "_MAX_CLOSING", 5)
-    monkeypatch.setattr(samehost, "_ACCEPT_PAUSE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_MAX_CLOSING", 5)  # so many fit one packet
     with staged() as stage:
         with lingering() as (fd, _), stage.raw() as first, stage.raw() as second:
             stage.pending(2)

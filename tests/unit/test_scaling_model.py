@@ -16,13 +16,13 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import scaling_model as model
+from faults.gates import watched
 from llm_datadist import BlocksCacheKey
 from llm_datadist._links import liveness
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Beat, Message, Resolved, decode, frame
 from llm_datadist._links.versions import Spoken
-from llm_datadist._native import steps
 from tests.support.ends import LocalEnd
 from tests.support.linking import SUCCESS, info, link
 from tests.support.moves import Spec, Use, call, make
@@ -110,10 +110,10 @@ def test_a_beat_has_as_many_bytes_as_the_model_says(count: int) -> None:
     assert model.beat_bytes(count) == len(frame(Beat(count)))
 
 
-def test_linking_and_resolving_stay_within_the_bytes_that_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linking_and_resolving_stay_within_the_bytes_that_the_model_says() -> None:
     resolved: list[Resolved] = []
 
-    def watch(step: str, subject: object, *details: object) -> None:
+    def watch(step: str, _: object, details: tuple[Any, ...]) -> None:
         if step == "send" and details and isinstance(details[0], Resolved):
             resolved.append(details[0])
 
@@ -128,14 +128,12 @@ def test_linking_and_resolving_stay_within_the_bytes_that_the_model_says(monkeyp
         # Bytes acknowledged and received, of struct tcp_info in linux/tcp.h; beats may be among them.
         there, back = struct.unpack_from("=QQ", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 200), 120)
         assert 200 < there + back < model.HANDSHAKE_BYTES
-        monkeypatch.setattr(steps, "watch", watch)
+        stack.enter_context(watched(watch))
         for tensors in (2, 160):
+            spec = Spec(tensors, 4, 64, blocks=True, blocks_key=BlocksCacheKey(1, tensors))
             for end in (prompt, decoder):
-                end.do(
-                    make, f"kv {tensors}", Spec(tensors, 4, 64, blocks=True, blocks_key=BlocksCacheKey(1, tensors)), 1
-                )
+                end.do(make, f"kv {tensors}", spec, 1)
             decoder.do(call, "pull_blocks", BlocksCacheKey(1, tensors), Use(f"kv {tensors}"), [1], [2])
-        monkeypatch.setattr(steps, "watch", None)
     assert [len(each.offsets) // 8 for each in resolved] == [2, 160]
     for each, tensors in zip(resolved, (2, 160), strict=True):
         assert 12 * tensors < len(frame(each)) <= model.resolved_bytes(tensors)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llm_datadist.errors import StateError
-from llm_datadist.store import slots as module
-from llm_datadist.store.slots import TRANSITIONS, SlotEvent, Slots, SlotState
+from llm_datadist.store.slots import MAX_VISITS, TRANSITIONS, SlotEvent, Slots, SlotState
 
 SLOTS: Final = 5
 KEYS: Final = [bytes([n]) for n in range(9)]
@@ -141,7 +140,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_oldest(self) -> None:
-        oldest = self.sieve.queue[: module.MAX_VISITS]
+        oldest = self.sieve.queue[:MAX_VISITS]
         found = self.found()
         dropped = self.slots.drop_oldest()
         assert dropped == oldest[: len(dropped)]
@@ -195,14 +194,14 @@ def test_an_event_that_the_table_lacks_is_refused_and_changes_nothing(state: Slo
     assert set(TRANSITIONS) == set(SlotEvent)
 
 
-def test_the_hand_visits_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_VISITS", 3)
-    slots = Slots(8)
-    keys = [bytes([n]) for n in range(8)]
-    slots.publish(slots.fill(keys).slots, np.zeros((8, 2), np.uint64))
-    slots.begin_read(slots.run(msgspec.msgpack.encode(keys[:4])))
+def test_the_hand_visits_a_bounded_number_of_slots() -> None:
+    count, read = MAX_VISITS + 8, MAX_VISITS + 1
+    slots = Slots(count)
+    keys = [n.to_bytes(2, "big") for n in range(count)]
+    slots.publish(slots.fill(keys).slots, np.zeros((count, 2), np.uint64))
+    slots.begin_read(slots.run(msgspec.msgpack.encode(keys[:read])))
     assert slots.fill([b"new"]) == ([], [], [], 1)
-    assert slots.fill([b"new"]).evicted == keys[4:5], "the next call goes on where the last one ended"
+    assert slots.fill([b"new"]).evicted == [keys[read]], "the next call goes on where the last one ended"
     slots.check_integrity()
 
 

@@ -1,7 +1,4 @@
-"""TLS sessions without a socket, and ends of a link that authenticate each other again, also where others pass it on.
-
-What is changed on its way never comes out as something else: faults/tests/test_tamper.py.
-"""
+"""TLS sessions without a socket, and ends of a link that authenticate each other again, also through others."""
 
 import random
 import ssl
@@ -12,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from faults.sealing import ALERT, RecordWriter, logged_secret
+from faults.sealing import ALERT, TLS_RECORDS, RecordWriter, logged_secret
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Authenticate, Authenticated
@@ -58,6 +55,25 @@ def test_after_tampering_nothing_is_sealed_and_what_comes_back_is_not_believed(c
         theirs.encrypt(b"an answer, of another thread")
     with pytest.raises(AuthFailed):
         ours.decrypt(ours.encrypt(b"an order"))
+
+
+HARM: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "one bit is flipped": lambda said: [said[0], said[1][:-20] + bytes([said[1][-20] ^ 1]) + said[1][-19:]],
+    "one is missing": lambda said: [said[0], said[2]],
+    "one comes twice": lambda said: [said[0], said[0]],
+    "two change places": lambda said: [said[1], said[0]],
+    "one is a byte shorter": lambda said: [TLS_RECORDS.shortened(said[0])],
+}
+
+
+@pytest.mark.parametrize("harm", [*HARM, "the other end's own comes back"])
+def test_records_that_are_not_as_they_were_sent_end_the_session(credentials: Credentials, harm: str) -> None:
+    ours, theirs = shaken(credentials)
+    said = [ours.encrypt(bytes([number]) * 100) for number in range(3)]
+    came, taken = HARM[harm](said) if harm in HARM else [theirs.encrypt(b"x")], list[bytes]()
+    with pytest.raises(AuthFailed):
+        taken.extend(map(theirs.decrypt, came))
+    assert taken in ([], [bytes(100)])
 
 
 @pytest.fixture

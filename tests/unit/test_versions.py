@@ -6,38 +6,31 @@ from typing import Any
 import pytest
 
 from faults.strangers import hello_of
-from llm_datadist._links import versions
 from llm_datadist._links.identity import Transcript
-from llm_datadist._links.versions import FEATURES, Spoken, agree
+from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 
-NUMBERS = (0, 10, 11, 12, 13, 2**32 - 1)
+LOW, HIGH = VERSIONS
 
 
-def test_the_newest_common_version_or_a_refusal_that_names_both_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_common_version_or_a_refusal_that_names_both_ranges() -> None:
     """Some ranges of the peer are none."""
-    ranges = list(product(NUMBERS, repeat=2))
-    for mine, theirs in product([(low, high) for low, high in ranges if low <= high], ranges):
-        monkeypatch.setattr(versions, "VERSIONS", mine)
+    for theirs in product((0, *range(LOW - 2, HIGH + 3), 2**32 - 1), repeat=2):
         hello = hello_of(66, bytes(16), bytes(16), versions=theirs)
-        common = [each for each in NUMBERS if all(low <= each <= high for low, high in (mine, theirs))]
+        common = range(max(LOW, theirs[0]), min(HIGH, theirs[1]) + 1)
         if common:
             assert agree(7, hello) == Spoken(max(common), frozenset(FEATURES))
             continue
         with pytest.raises(LinkRefused) as caught:
             agree(7, hello)
-        assert f"{theirs[0]} to {theirs[1]} at cluster 66, {mine[0]} to {mine[1]} at cluster 7" in str(caught.value)
+        assert f"{theirs[0]} to {theirs[1]} at cluster 66, {LOW} to {HIGH} at cluster 7" in str(caught.value)
         assert caught.value.status_code is LLMStatusCode.LLM_LINK_FAILED
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "common"), [("ab", "ba", "ab"), ("ab", "cbb", "b"), ("a", "", ""), ("", "a", ""), ("a", "A", "")]
-)
-def test_features_of_one_side_alone_are_ignored(
-    monkeypatch: pytest.MonkeyPatch, mine: str, theirs: str, common: str
-) -> None:
-    monkeypatch.setattr(versions, "FEATURES", list(mine))
-    assert agree(7, hello_of(66, bytes(16), bytes(16), features=list(theirs))).features == set(common)
+@pytest.mark.parametrize("common", [[], FEATURES[:1], FEATURES[::-1], FEATURES[1:] * 2])
+def test_features_of_one_side_alone_are_ignored(common: list[str]) -> None:
+    theirs = ["other", *common, FEATURES[0].upper()]
+    assert agree(7, hello_of(66, bytes(16), bytes(16), features=theirs)).features == set(common)
 
 
 def test_the_digest_tells_every_change_of_what_two_greetings_say_of_their_language() -> None:

@@ -235,21 +235,6 @@ def test_a_file_that_cannot_be_read_is_an_error_of_all(model: list[Path]) -> Non
         weights.digests_of(model)
 
 
-def test_progress_is_told_while_files_are_read(
-    model: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(weights, "_TOLD_S", 0.001)
-    caplog.set_level(logging.INFO)
-    true_keep = weights._keep
-
-    def keep(*args: object) -> None:
-        wait_until(lambda: "of 6 files are digested" in caplog.text)
-        true_keep(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(weights, "_keep", keep)
-    assert weights.digests_of(model) == true_digests(model)
-
-
 def test_one_process_of_several_computes_a_file(model: list[Path]) -> None:
     command = [sys.executable, "-c", PROGRAM, *map(str, model)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]

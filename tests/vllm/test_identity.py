@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -239,18 +238,6 @@ def test_the_order_of_the_files_does_not_matter_but_how_tensors_are_spread_over_
     assert weights_of(copied) not in found
 
 
-def test_a_hubs_link_gives_the_same_identity_without_reading_the_blob(
-    config: VllmConfig, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, file = identity_of(config), copied / "model.safetensors"
-    (tmp_path / "blobs").mkdir()
-    blob = tmp_path / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
-    file.rename(blob)
-    file.symlink_to(blob)
-    monkeypatch.setattr("hashlib.sha256", lambda data=b"": pytest.fail("read") if not data else true_sha256(data))
-    assert identity_of(config_of(copied)) == ours
-
-
 true_sha256 = hashlib.sha256
 
 
@@ -418,22 +405,6 @@ def test_another_path_under_a_known_id_has_no_name(tmp_path: Path, known: Adapte
     parts(one, known=known)
     with pytest.raises(ValueError, match="its files have changed"):
         parts(other, known=known)
-
-
-def test_nobody_waits_while_an_adapter_is_digested(
-    tmp_path: Path, known: Adapters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_go = threading.Event()
-    monkeypatch.setattr(identity, "digest_of", lambda path: digest_of(path) if may_go.wait(60) else "")
-    request = LoRARequest("a", 1, str(adapter(tmp_path / "one", 1.0)))
-    for _ in range(3):
-        known.begin(request)
-        assert known.pending(request)
-        with pytest.raises(OSError):  # noqa: PT011 (it has no text)
-            known.parts(request)
-    may_go.set()
-    wait_until(lambda: not known.pending(request))
-    assert known.parts(request)
 
 
 def test_an_adapter_that_could_not_be_read_is_tried_again_for_the_next_request(tmp_path: Path, known: Adapters) -> None:

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from llm_datadist import LLMDataDist
 from llm_datadist.errors import CacheMismatch, LLMException
 from llm_datadist.integrations.vllm import LLMDataDistConnector, worker
 from llm_datadist.integrations.vllm import rank as rank_module
@@ -287,24 +288,24 @@ def test_known_kinds_are_served_and_windows_found() -> None:
 )
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_ranks_that_divide_layers_or_tokens_are_refused_when_the_connector_starts(
-    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole, parallel: dict[str, Any], said: str
+    role: KVConnectorRole, parallel: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr("llm_datadist.LLMDataDist.init", lambda *_: pytest.fail("a pool was made"))
     config, cache = configured([spec_of()], **parallel)
     with pytest.raises(LLMException, match=f"does not support {said}"):
         LLMDataDistConnector(config, role, cache)
+    assert LLMDataDist.llm_engine_instance is None, "a pool was made"
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_kv_that_peers_cannot_read_is_refused_when_the_connector_starts(
     monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
 ) -> None:
-    monkeypatch.setattr("llm_datadist.LLMDataDist.init", lambda *_: pytest.fail("a pool was made"))
     monkeypatch.setattr("llm_datadist.integrations.vllm.kinds.current_platform", SimpleNamespace(device_type="cuda"))
     config, cache = configured([spec_of()])
     said = r'^LLMDataDistConnector does not support KV on cuda, unless kv_connector_extra_config has "staging": true$'
     with pytest.raises(LLMException, match=said):
         LLMDataDistConnector(config, role, cache)
+    assert LLMDataDist.llm_engine_instance is None, "a pool was made"
     require_supported(*configured([spec_of()], staged=True))
 
 

@@ -182,6 +182,7 @@ def asked(name: str, params: Any, prompt: list[int]) -> Request:
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is no process group and no model: the configuration has what the connector reads of it.
     monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
@@ -377,7 +378,7 @@ def test_signed_references_without_grants_are_claimed_once_without_a_wait(
         waits.append(wait)
         return claim(cluster_id, token, readers, wait)
 
-    monkeypatch.setattr(manager, "claim_grant", claim_grant)
+    monkeypatch.setattr(manager, "claim_grant", claim_grant)  # looks on
     names = {f"vain{number}" for number in range(80)}
     for name in names:
         assert decode.decode(name, signed(params, nonce=random.randbytes(16)), [7, 8, 9])
@@ -507,7 +508,7 @@ def test_a_grant_is_renewed_while_its_request_runs_and_once_it_is_offered(
         renewed.append(ttl)
         renew(grant, ttl)
 
-    monkeypatch.setattr(Grant, "renew", renew_seen)
+    monkeypatch.setattr(Grant, "renew", renew_seen)  # looks on
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
     request = prefill.add("one")
     prefill.compute(request, [1, 2, 3], len(PROMPT))
@@ -546,7 +547,7 @@ def test_a_reference_of_another_process_cuts_no_link(make: Callable[..., Engine]
 def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_ENGINES", 2)
+    monkeypatch.setattr(engines, "_MAX_ENGINES", 2)  # 64
     decode, prefills = make("decode"), [make("prefill") for _ in range(3)]
     for number in (0, 1, 0, 2):
         assert comes(prefills[number], decode, f"request{len(decode.ended)}")
@@ -559,7 +560,7 @@ def test_engines_beyond_the_bound_take_the_place_of_the_longest_idle(
 def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_ENGINES", 2)
+    monkeypatch.setattr(engines, "_MAX_ENGINES", 2)  # 64
     decode, prefills, gate = make("decode"), [make("prefill") for _ in range(3)], threading.Event()
     for number in (0, 1):
         assert comes(prefills[number], decode, f"request{number}")

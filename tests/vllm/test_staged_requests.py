@@ -212,6 +212,7 @@ class StagedEngine(Engine):
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is no process group and no model: the configuration has what the connector reads of it.
     monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 

@@ -29,6 +29,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
+from llm_datadist import LLMDataDist
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm import (
     LLMDataDistConnector,
@@ -81,14 +82,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), REFUSED)
-def test_an_engine_that_cannot_share_is_refused_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
-) -> None:
-    monkeypatch.setattr("llm_datadist.LLMDataDist.init", lambda *_: pytest.fail("a pool was made"))
+def test_an_engine_that_cannot_share_is_refused_in_one_sentence(change: dict[str, Any], said: str) -> None:
     config, cache = storable([spec_of()], **GOOD | change)
     with pytest.raises(LLMException, match=said) as refused, set_current_vllm_config(config, check_compile=False):
         LLMDataDistStoreConnector(config, KVConnectorRole.WORKER, cache)
     assert "\n" not in str(refused.value)
+    assert LLMDataDist.llm_engine_instance is None, "a pool was made"
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
@@ -96,13 +95,11 @@ def test_an_engine_that_cannot_share_is_refused_in_one_sentence(
     "specs",
     [[spec_of(), spec_of(SlidingWindowSpec, sliding_window=64)], [spec_of(SlidingWindowSpec, sliding_window=64)]],
 )
-def test_only_one_group_of_full_attention_is_served(
-    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole, specs: list[Any]
-) -> None:
-    monkeypatch.setattr("llm_datadist.LLMDataDist.init", lambda *_: pytest.fail("a pool was made"))
+def test_only_one_group_of_full_attention_is_served(role: KVConnectorRole, specs: list[Any]) -> None:
     config, cache = storable(specs, **GOOD)
     with pytest.raises(LLMException, match="only one group of full attention or MLA"):
         LLMDataDistStoreConnector(config, role, cache)
+    assert LLMDataDist.llm_engine_instance is None, "a pool was made"
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------

@@ -63,11 +63,11 @@ _REVOKED: Final = "revoked"
 _FINALIZED: Final = "finalized"
 
 _ENDS_AT_ONCE: Final = 16  # grants of a lost reader
-_MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
+MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
 _MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
 _FEW: Final = 64  # expiries of ended grants that are kept in any case
 _CLOCK_STEP: Final = 0.001  # seconds, above the resolution by which asyncio calls early
-_MAX_ENDED: Final = 1 << 14  # ended grants remembered, 3 MiB, so that their claims do not wait
+MAX_ENDED: Final = 1 << 14  # ended grants remembered, 3 MiB, so that their claims do not wait
 
 
 def check_token(token: object) -> bytes:
@@ -289,8 +289,8 @@ class Grants:
                     answer = self._claim(link, message)
                 elif not message.budget_ms:
                     raise DeadlineExceeded("no such grant is known there yet")
-                elif self._waiting_of[link] >= _MAX_WAITING:
-                    raise LinkError(f"{_MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
+                elif self._waiting_of[link] >= MAX_WAITING:
+                    raise LinkError(f"{MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
                 else:
                     until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
                     self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
@@ -404,7 +404,7 @@ class Grants:
             self._forget_claim(link, given)
         self._ended[token] = why, time.monotonic()
         self._ends[why] += 1
-        while len(self._ended) > _MAX_ENDED:
+        while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
         return given
 
