@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.linking import Clusters, Pending, Statuses
+    from llm_datadist._transfer.workers import Workers
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.kv_cache_manager import KvCacheManager
     from llm_datadist.metrics import CommunicatorStatistics, LinkStatistics, Statistics
@@ -174,7 +175,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True))
+        return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True)).tell()
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
         """Await :meth:`link_clusters`. Argument errors are raised at once. An extension.
@@ -182,7 +183,7 @@ class LLMDataDist:
         A cancelled call ends within ``timeout``, before ``CancelledError`` comes; its links stay.
         """
         pending = self._linking(clusters, timeout)
-        return self._life.require_engine("link_clusters_async").workers.run(pending, timeout)
+        return _awaited(self._life.require_engine("link_clusters_async").workers, pending, timeout)
 
     def _linking(self, clusters: Clusters, timeout: int) -> Pending:
         engine = self._life.require_engine("link_clusters")
@@ -215,7 +216,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True))
+        return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True)).tell()
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
         """Await :meth:`unlink_clusters`, as :meth:`link_clusters_async`. An extension.
@@ -223,7 +224,7 @@ class LLMDataDist:
         After a cancellation each link is kept or gone, as after a timeout.
         """
         pending = self._unlinking(clusters, timeout, force)
-        return self._life.require_engine("unlink_clusters_async").workers.run(pending, timeout)
+        return _awaited(self._life.require_engine("unlink_clusters_async").workers, pending, timeout)
 
     def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> Pending:
         engine = self._life.require_engine("unlink_clusters")
@@ -524,6 +525,11 @@ class Life:
 
 
 life_of: Final[Callable[[LLMDataDist], Life]] = attrgetter("_life")
+
+
+async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Statuses:
+    """Link or unlink in a worker thread, and keep the reasons of failures for the awaiting task."""
+    return (await workers.run(pending, budget_ms)).tell()
 
 
 def tear_down(instance: LLMDataDist) -> None:
