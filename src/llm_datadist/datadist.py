@@ -11,7 +11,6 @@ import os
 import threading
 from contextlib import contextmanager
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from weakref import WeakSet
 
@@ -279,7 +278,9 @@ class LLMDataDist:
         own = self._cluster_id
         check_rule(own in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {own}")
         with engine.meters.call("link", [each for each in ranks if each != own]):
-            return linking.openers[-1](engine, comm_name, ranks, rank_table)
+            if Life.loopbacks:
+                return Life.loopbacks[-1](engine, comm_name, ranks, rank_table)
+            return engine.open_communicator(comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """End a communicator, in any state, at this side only.
@@ -470,13 +471,15 @@ class LLMDataDist:
 
 
 class Life:
-    """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:data:`life_of`)."""
+    """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:func:`life_of`)."""
 
     known: ClassVar[WeakSet[Life]] = WeakSet()  # of all LLMDataDists
     all: ClassVar[list[LLMDataDist]] = []  # initialised instances of this process, oldest first
     all_lock: ClassVar[threading.Lock] = threading.Lock()
     #: In a forked child: the parent's engines, referenced so that no finalizer tears them down here.
     abandoned: ClassVar[list[Engine]] = []
+    #: The ``testing.loopback_links`` in force, newest last: it opens the communicators of every instance.
+    loopbacks: ClassVar[list[Callable[[Engine, str, dict[int, int], str], int]]] = []
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -524,7 +527,9 @@ class Life:
         )
 
 
-life_of: Final[Callable[[LLMDataDist], Life]] = attrgetter("_life")
+def life_of(instance: LLMDataDist) -> Life:
+    """Return an instance's state, for this library's packages."""
+    return instance._life  # noqa: SLF001 (of this module; no attribute for users)
 
 
 async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Statuses:

@@ -242,9 +242,3 @@ def _link_busy(link: Link, call: str) -> LinkError:
         status_code=LLMStatusCode.LLM_LINK_BUSY,
         peer=link.peer.cluster_id,
     )
-
-
-#: ``link()`` of every LLMDataDist opens a communicator by the last one; a test may append its own.
-openers: Final[list[Callable[[Engine, str, dict[int, int], str], int]]] = [
-    lambda engine, name, ranks, rank_table: engine.open_communicator(name, ranks, rank_table)
-]
