@@ -11,7 +11,6 @@ import os
 import threading
 from contextlib import contextmanager
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from weakref import WeakSet
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.linking import Clusters, Pending, Statuses
+    from llm_datadist._transfer.workers import Workers
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.kv_cache_manager import KvCacheManager
     from llm_datadist.metrics import CommunicatorStatistics, LinkStatistics, Statistics
@@ -175,7 +175,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True))
+        return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True)).tell()
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
         """Await :meth:`link_clusters`. Argument errors are raised at once. An extension.
@@ -183,7 +183,7 @@ class LLMDataDist:
         A cancelled call ends within ``timeout``, before ``CancelledError`` comes; its links stay.
         """
         pending = self._linking(clusters, timeout)
-        return self._life.require_engine("link_clusters_async").workers.run(pending, timeout)
+        return _awaited(self._life.require_engine("link_clusters_async").workers, pending, timeout)
 
     def _linking(self, clusters: Clusters, timeout: int) -> Pending:
         engine = self._life.require_engine("link_clusters")
@@ -216,7 +216,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True))
+        return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True)).tell()
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
         """Await :meth:`unlink_clusters`, as :meth:`link_clusters_async`. An extension.
@@ -224,7 +224,7 @@ class LLMDataDist:
         After a cancellation each link is kept or gone, as after a timeout.
         """
         pending = self._unlinking(clusters, timeout, force)
-        return self._life.require_engine("unlink_clusters_async").workers.run(pending, timeout)
+        return _awaited(self._life.require_engine("unlink_clusters_async").workers, pending, timeout)
 
     def _unlinking(self, clusters: Clusters, timeout: int, force: bool) -> Pending:
         engine = self._life.require_engine("unlink_clusters")
@@ -279,7 +279,9 @@ class LLMDataDist:
         own = self._cluster_id
         check_rule(own in ranks, f"cluster_rank_info: {ranks} does not have this cluster, {own}")
         with engine.meters.call("link", [each for each in ranks if each != own]):
-            return linking.openers[-1](engine, comm_name, ranks, rank_table)
+            if Life.loopbacks:
+                return Life.loopbacks[-1](engine, comm_name, ranks, rank_table)
+            return engine.open_communicator(comm_name, ranks, rank_table)
 
     def unlink(self, comm_id: int) -> None:
         """End a communicator, in any state, at this side only.
@@ -470,13 +472,15 @@ class LLMDataDist:
 
 
 class Life:
-    """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:data:`life_of`)."""
+    """State of one LLMDataDist from ``init`` to ``finalize``, for this library's packages (:func:`life_of`)."""
 
     known: ClassVar[WeakSet[Life]] = WeakSet()  # of all LLMDataDists
     all: ClassVar[list[LLMDataDist]] = []  # initialised instances of this process, oldest first
     all_lock: ClassVar[threading.Lock] = threading.Lock()
     #: In a forked child: the parent's engines, referenced so that no finalizer tears them down here.
     abandoned: ClassVar[list[Engine]] = []
+    #: The ``testing.loopback_links`` in force, newest last: it opens the communicators of every instance.
+    loopbacks: ClassVar[list[Callable[[Engine, str, dict[int, int], str], int]]] = []
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -524,7 +528,14 @@ class Life:
         )
 
 
-life_of: Final[Callable[[LLMDataDist], Life]] = attrgetter("_life")
+def life_of(instance: LLMDataDist) -> Life:
+    """Return an instance's state, for this library's packages."""
+    return instance._life  # noqa: SLF001 (of this module; no attribute for users)
+
+
+async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Statuses:
+    """Link or unlink in a worker thread, and keep the reasons of failures for the awaiting task."""
+    return (await workers.run(pending, budget_ms)).tell()
 
 
 def tear_down(instance: LLMDataDist) -> None:

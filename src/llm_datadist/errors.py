@@ -5,8 +5,12 @@ The codes are the interface's; the tree below :class:`LLMException` is an extens
 
 from __future__ import annotations
 
-import copy
+from contextvars import ContextVar
 from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "AlreadyLinked",
@@ -80,17 +84,17 @@ class LLMStatusCode(IntEnum):
 
     @property
     def error(self) -> LLMException | None:
-        """The exception of a failure that linking or unlinking returned. An extension."""
-        return vars(self).get("_error")
+        """The reason why the last call that links or unlinks returned this status, or None. An extension.
 
-    def because(self, error: LLMException | None) -> LLMStatusCode:
-        """Return an equal status with an :attr:`error`. An extension."""
-        if error is None:
-            return self
-        status = int.__new__(LLMStatusCode, self)
-        # A copy has no traceback, whose frames would keep caches and links.
-        vars(status).update(_name_=self.name, _value_=self.value, _error=copy.copy(error))
-        return status
+        A status is one object for the whole process, so the reason stands beside it: the last call of this thread, or
+        of this asyncio task, keeps its own. If several clusters failed with this status, it is a :class:`LinkError`
+        that quotes each reason. Other threads and tasks do not see it, and the next such call replaces it.
+        """
+        return link_failures.get({}).get(self)
+
+
+#: For :attr:`LLMStatusCode.error`: exceptions of the last call that linked or unlinked, in this thread or task.
+link_failures: Final[ContextVar[Mapping[LLMStatusCode, LLMException]]] = ContextVar("llm_datadist.link_failures")
 
 
 def code_2_status(code: int) -> LLMStatusCode:

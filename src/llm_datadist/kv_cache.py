@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from llm_datadist.views import numpy_type
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -100,8 +98,9 @@ class KvCache:
         return f"<Kv{repr(self._cache)[1:]}"
 
 
-#: The v2 handle behind a user's handle, for KvCacheManager.
-cache_of: Final[Callable[[KvCache], Cache]] = attrgetter("_cache")
+def cache_of(kv_cache: KvCache) -> Cache:
+    """Return the v2 handle behind a v1 handle, for KvCacheManager."""
+    return kv_cache._cache  # noqa: SLF001 (of this module; no attribute for users)
 
 
 class TensorDesc:

@@ -16,7 +16,6 @@ from llm_datadist._memory.segment import ExternalSegment, Segment
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
 from llm_datadist.types import Cache, DataType
 from llm_datadist.types.data_type import dtype_to_np_dtype
-from llm_datadist.types.descriptors import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
     if len(addresses) != desc.num_tensors:
         raise ParamError("cache: it has no memory any more (deallocated)")
     dtype = numpy_type("cache_desc.data_type", desc.data_type)
-    memory = memory_of(cache)
+    memory = cache._memory  # noqa: SLF001 (of a handle; no attribute for users)
     storage = memory if isinstance(memory, Storage) else None
     if storage is not None and desc.size > storage.tensors.extent:
         raise ParamError(

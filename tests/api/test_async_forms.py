@@ -124,6 +124,25 @@ def test_i1_links_are_awaited_and_work_both_ways(local_pair: Pair) -> None:
             _ = either([1])  # type: ignore[list-item]
 
 
+def test_each_task_reads_the_error_of_its_own_status(local_pair: Pair) -> None:
+    local_pair.start(linked=False)
+    world: World = local_pair.decoder.world  # type: ignore[attr-defined]
+    ports = [linking.free_port() for _ in range(2)]
+
+    async def fail() -> list[str]:
+        both = asyncio.Barrier(2)  # both have failed before either of them asks
+
+        async def reason(port: int) -> str:
+            status, _ = await world.dd.link_clusters_async([info(1, port)], 5000)
+            await both.wait()
+            return str(status.error)
+
+        return await asyncio.gather(*(reason(port) for port in ports))
+
+    for port, told in zip(ports, asyncio.run(fail()), strict=True):
+        assert f":{port}: cannot connect" in told
+
+
 #: One of each: the checks are those of the blocking form.
 BAD: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
     ("pull_cache_async", (1, Use("row")), TypeError),

@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,7 @@ def test_several_clusters_partial_success_and_the_last_failure_overall(shm_pair:
 def failure_of(world: World, cluster: LLMClusterInfo) -> tuple[Any, ...]:
     """Link to a cluster in vain; return what a program learns of it."""
     overall, (status,) = world.dd.link_clusters([cluster], 3000)
-    assert (overall, status, hash(status)) == (FAILED, FAILED, hash(FAILED))
-    assert (isinstance(status, LLMStatusCode), str(status)) == (True, str(FAILED))
-    assert overall.error is status.error
+    assert overall is status is FAILED
     with pytest.raises(NotLinked) as caught:
         world.dd.explain(cluster.remote_cluster_id or 0)
     again = caught.value.__cause__
@@ -129,6 +128,33 @@ def test_a_program_can_read_why_a_link_failed(end: LocalEnd, tmp_path: Path, cap
         assert end.do(linking.explain, 1).state == "ready"
         assert end.do(unlink, [info(1, good)]) == SUCCESS
         linking.not_linked(end, 1, "; the link ended ", " s ago: unlinked; link_clusters makes the link")
+
+
+def test_the_error_of_a_status_is_the_one_of_the_last_call_of_this_thread(end: LocalEnd) -> None:
+    end.start("DECODER", 2)
+    ports = [linking.free_port() for _ in range(3)]
+    both = threading.Barrier(2)
+
+    def reason(port: int) -> str:
+        """Both threads fail before either of them asks; both get the same member."""
+        overall, codes = end.do(link, [info(9, port)])
+        both.wait(10)
+        assert overall is codes[0] is FAILED
+        return str(FAILED.error)
+
+    def names(text: str) -> list[bool]:
+        return [f":{port}: cannot connect" in text for port in ports]
+
+    assert end.do(link, [info(8, ports[0]), info(9, ports[1])]) == (FAILED, [FAILED, FAILED])
+    several = FAILED.error
+    assert type(several) is LinkError
+    assert (several.status_code, names(str(several))) == (FAILED, [True, True, False])
+    with ThreadPoolExecutor(2) as pool:
+        told = [names(text) for text in pool.map(reason, ports[1:])]
+    assert told == [[False, True, False], [False, False, True]]
+    assert FAILED.error is several, "other threads have failed since"
+    assert end.do(unlink, [info(5, 1)]) == SUCCESS
+    assert FAILED.error is None, "it belonged to an earlier call"
 
 
 def test_a_local_ip_is_needed_unless_local_comm_res_is_given_and_not_empty(local_pair: Pair) -> None:

@@ -20,13 +20,12 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._native.signals import OfProcess
-from llm_datadist._transfer import arguments, layerwise
+from llm_datadist._transfer import arguments
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from llm_datadist.types.descriptors import empty, granter_of
 
 if TYPE_CHECKING:
     from llm_datadist._cache.geometry import CachePair, LayerSelection
@@ -80,7 +79,7 @@ class EngineUser(OfProcess):
     @staticmethod
     def _stop(task: CacheTask) -> None:
         """End a transfer whose caller never gets the task; the source may be used again when this returns."""
-        layerwise.job_of(task).stop()
+        task._job.stop()  # noqa: SLF001 (of a handle that this module has made; no attribute for users)
 
 
 P = ParamSpec("P")
@@ -144,13 +143,13 @@ def allocate(
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
     """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
-    if granter_of(cache) in (engine.grants, None):
+    if cache._granter in (engine.grants, None):  # noqa: SLF001 (of a handle that this module has made)
         return cache.cache_id
     raise _foreign(engine, call, name, cache)
 
 
 def _foreign(engine: Engine, call: str, name: str, cache: Cache) -> CacheError:
-    granter = granter_of(cache)
+    granter = cache._granter  # noqa: SLF001 (of a handle, as in local_id)
     return CacheError(
         f"{call}: {name}={cache!r}: a handle of {granter}, not of {engine.grants}; give a handle that this LLMDataDist "
         "has made since init",
@@ -166,7 +165,8 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
         logger.warning("%s; nothing is given back", error)
         return
     with engine.meters.span(call, "id=%d", cache_id):
-        empty(cache)  # first: as long as the handle has addresses, the registry has the cache
+        # First: as long as the handle has addresses, the registry has the cache.
+        cache._empty()  # noqa: SLF001 (of a handle that this module has made)
         engine.store.deallocate(cache_id)
 
 
@@ -260,7 +260,7 @@ class TransferCall(msgspec.Struct, eq=False):
 def transfer_call(
     engine: Engine, what: str, argument: str, cache: Cache, name: RemoteName, layers: LayerSelection
 ) -> TransferCall:
-    if granter_of(cache) not in (engine.grants, None):  # as local_id, which would be a call more
+    if cache._granter not in (engine.grants, None):  # noqa: SLF001 (as local_id, which would be a call more)
         raise _foreign(engine, what, argument, cache)
     return TransferCall(engine, what, argument, cache.cache_id, name, layers)
 

@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_uint32
@@ -278,10 +277,6 @@ class CacheTask(OfProcess):
         _, results, _ = self._job.results()
         words = ", ".join("unfinished" if each is None else each.name for each in results)
         return f"<CacheTask {self._job.name}: {'over' if self._job.done else 'running'}; {words or 'no config'}>"
-
-
-#: The job behind a user's task, for ``calls.py``.
-job_of: Final[Callable[[CacheTask], TransferJob]] = attrgetter("_job")
 
 
 class Tasks:

@@ -1,26 +1,27 @@
 """Linking after argument checks, in v1 mode and in v2 mode.
 
 ``link_clusters`` and ``unlink_clusters`` return the remaining work, a function of the call's deadline. It links several
-clusters at once, in threads ``llm-datadist-link_<n>`` that end with the call, and returns a status for each. In v1 mode
-a call links all its clusters or none. To undo a link it asks the peer, then unlinks by force.
+clusters at once, in threads ``llm-datadist-link_<n>`` that end with the call, and returns an :class:`Outcome`. In v1
+mode a call links all its clusters or none. To undo a link it asks the peer, then unlinks by force.
 """
 
 from __future__ import annotations
 
+import copy
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import check_uint64
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger, named
 from llm_datadist._threads import Threads
 from llm_datadist._transfer.v1 import v1_code, v1_codes
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinked, ParamError
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinked, ParamError, link_failures
 from llm_datadist.types.cluster import host_of
 from llm_datadist.types.enums import LLMRole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
@@ -29,11 +30,36 @@ if TYPE_CHECKING:
 
     Clusters = list[LLMClusterInfo] | tuple[LLMClusterInfo, ...]
     Statuses = tuple[LLMStatusCode, list[LLMStatusCode]]
-    Pending = Callable[[Deadline], Statuses]
+    Failed = tuple[LLMStatusCode, LLMException | None]
+    Pending = Callable[[Deadline], "Outcome"]
 
 _OK: Final = LLMStatusCode.LLM_SUCCESS
 _THREADS: Final = 128  # clusters linked at once: a silent one must not use the time of the next (interface R19)
 _UNDO_MS: Final = 1000  # milliseconds for undoing; afterwards this side unlinks without the peer's agreement
+
+
+class Outcome(NamedTuple):
+    """Result of a call: its status, the status of each cluster, and beside it the exception of each that failed."""
+
+    overall: LLMStatusCode
+    statuses: list[LLMStatusCode]
+    errors: Sequence[LLMException | None]
+
+    def tell(self) -> Statuses:
+        """Return the statuses; keep the exceptions for :attr:`LLMStatusCode.error` of this thread or task."""
+        reasons: dict[LLMStatusCode, list[LLMException]] = {}
+        for status, error in zip(self.statuses, self.errors, strict=True):
+            if error is not None and error not in reasons.setdefault(status, []):
+                reasons[status].append(error)
+        link_failures.set({status: _one_of(status, errors) for status, errors in reasons.items()})
+        return self.overall, self.statuses
+
+
+def _one_of(status: LLMStatusCode, errors: list[LLMException]) -> LLMException:
+    """Return the one error, or one that quotes them all."""
+    if len(errors) == 1:
+        return copy.copy(errors[0])  # without a traceback, whose frames would keep caches and links
+    return LinkError(f"{len(errors)} clusters failed: {'; '.join(map(named, errors))}", status_code=status)
 
 
 def link_clusters(engine: Engine, clusters: Clusters) -> Pending:
@@ -62,12 +88,12 @@ def unlink_clusters(engine: Engine, clusters: Clusters, *, force: bool) -> Pendi
             _remote_address(cluster)
         give_up(check_uint64("id", cluster.remote_cluster_id), deadline, force=forced)
 
-    def in_v1(each: Callable[[], Statuses], _: Deadline) -> Statuses:
-        overall, codes = each()
+    def in_v1(each: Callable[[], Outcome], _: Deadline) -> Outcome:
+        overall, codes, errors = each()
         codes = [v1_code(code) for code in codes]
         # A cluster that was not linked is not a failure.
         failed = [code for code in codes if code not in (_OK, LLMStatusCode.LLM_NOT_YET_LINK)]
-        return (failed[-1] if failed else _OK if codes else overall), codes
+        return Outcome(failed[-1] if failed else _OK if codes else overall, codes, errors)
 
     return partial(_run, engine, "unlink", clusters, unlink, in_v1)
 
@@ -85,43 +111,45 @@ def _run(
     verb: str,
     clusters: Clusters,
     work: Callable[[LLMClusterInfo, Deadline], None],
-    in_v1: Callable[[Callable[[], Statuses], Deadline], Statuses],
+    in_v1: Callable[[Callable[[], Outcome], Deadline], Outcome],
     deadline: Deadline,
-) -> Statuses:
+) -> Outcome:
     """Do ``work`` for every cluster; in v1 mode ``in_v1`` makes the result."""
     with engine.meters.call(f"{verb}_clusters", [each.remote_cluster_id for each in clusters]) as call:
 
-        def status(cluster: LLMClusterInfo) -> LLMStatusCode:
+        def status(cluster: LLMClusterInfo) -> Failed:
             try:
                 work(cluster, deadline)
             except LLMException as error:
                 call.error = error
                 cluster_id, code = cluster.remote_cluster_id, error.status_code
                 logger.warning("%s cluster %s: %s: %s", verb, cluster_id, code, named(error))
-                return code.because(error)
-            return _OK
+                return code, error
+            return _OK, None
 
         each = partial(_each, clusters, status, deadline)
-        statuses = each() if engine.options.cache_manager else in_v1(each, deadline)
-        call.status = statuses[0]
-    return statuses
+        outcome = each() if engine.options.cache_manager else in_v1(each, deadline)
+        call.status = outcome.overall
+    return outcome
 
 
-def _each(clusters: Clusters, status: Callable[[LLMClusterInfo], LLMStatusCode], deadline: Deadline) -> Statuses:
-    """Do the clusters in parallel; return the last status that is not SUCCESS, and one each."""
+def _each(clusters: Clusters, status: Callable[[LLMClusterInfo], Failed], deadline: Deadline) -> Outcome:
+    """Do the clusters in parallel; the overall status is the last that is not SUCCESS."""
     if not clusters:
-        return LLMStatusCode.LLM_PARAM_INVALID, []
+        return Outcome(LLMStatusCode.LLM_PARAM_INVALID, [], [])
     if len(clusters) == 1:
-        codes = [status(clusters[0])]
+        results = [status(clusters[0])]
     else:
         with Threads(min(_THREADS, len(clusters)), "llm-datadist-link") as threads:
-            codes = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
-    return next((code for code in reversed(codes) if code is not _OK), _OK), codes
+            results = wait_all([threads.share(status, each) for each in clusters], deadline.cancel)
+    codes = [code for code, _ in results]
+    overall = next((code for code in reversed(codes) if code is not _OK), _OK)
+    return Outcome(overall, codes, [error for _, error in results])
 
 
 def _link_all_or_none(
-    links: LinkManager, role: LLMRole, clusters: Clusters, each: Callable[[], Statuses], deadline: Deadline
-) -> Statuses:
+    links: LinkManager, role: LLMRole, clusters: Clusters, each: Callable[[], Outcome], deadline: Deadline
+) -> Outcome:
     """Link to all clusters or to none: give up the new links when one cluster fails.
 
     ``each`` links to every cluster separately. Undoing may take a second more than the deadline. If :func:`_refusals`
@@ -129,13 +157,14 @@ def _link_all_or_none(
     failures; the other clusters, which have ``LLM_LINK_FAILED`` too, are not linked.
     """
     if refused := _refusals(role, clusters):
-        for status in refused.values():
-            logger.warning("link_clusters: %s: %s", status, status.error)
-        untried = LLMStatusCode.LLM_LINK_FAILED
-        return list(refused.values())[-1], [refused.get(i, untried) for i in range(len(clusters))]
+        for error in refused.values():
+            logger.warning("link_clusters: %s: %s", error.status_code, error)
+        errors = [refused.get(i) for i in range(len(clusters))]
+        statuses = [LLMStatusCode.LLM_LINK_FAILED if error is None else error.status_code for error in errors]
+        return Outcome(list(refused.values())[-1].status_code, statuses, errors)
     before = links.all()
     try:
-        overall, statuses = each()
+        overall, statuses, failures = each()
     except BaseException:  # of the handler of a signal
         for made in links.all():
             if made.origin.dialled and made not in before:
@@ -143,7 +172,7 @@ def _link_all_or_none(
         raise
     codes = [v1_code(status) for status in statuses]
     if overall is _OK or not clusters:
-        return overall, codes
+        return Outcome(overall, codes, failures)
     dialled = {link.origin.address: link for link in links.all() if link.origin.dialled}
     undoing = Deadline(min(deadline.budget_ms, _UNDO_MS))
     for i, cluster in enumerate(clusters):
@@ -151,26 +180,24 @@ def _link_all_or_none(
             codes[i] = LLMStatusCode.LLM_LINK_FAILED
             if (link := dialled.get(_remote_address(cluster))) is not None:
                 _undo(links, link, undoing)
-    return LLMStatusCode.LLM_LINK_FAILED, codes
+    return Outcome(LLMStatusCode.LLM_LINK_FAILED, codes, failures)
 
 
-def _refusals(role: LLMRole, clusters: Clusters) -> dict[int, LLMStatusCode]:
-    """Return the errors found before any peer is asked: position -> status, with its error."""
-    invalid, twice = LLMStatusCode.LLM_PARAM_INVALID, LLMStatusCode.LLM_REPEAT_REQUEST
+def _refusals(role: LLMRole, clusters: Clusters) -> dict[int, ParamError]:
+    """Return the errors found before any peer is asked, by position."""
     if role is not LLMRole.DECODER:
-        error = ParamError(f"only a DECODER links, and this is a {role.name}")
-        return dict.fromkeys(range(len(clusters)), invalid.because(error))
-    refused: dict[int, LLMStatusCode] = {}
+        return dict.fromkeys(range(len(clusters)), ParamError(f"only a DECODER links, and this is a {role.name}"))
+    refused: dict[int, ParamError] = {}
     seen: set[int | None] = set()
     for i, cluster in enumerate(clusters):
         ours, theirs = len(cluster.local_ip_info_list), len(cluster.remote_ip_info_list)
         number = cluster.remote_cluster_id
         if not ours == theirs == 1:
             text = f"clusters[{i}] has {ours} local and {theirs} remote ips: one each per device, so 1"
-            refused[i] = invalid.because(ParamError(text))
+            refused[i] = ParamError(text)
         elif number is not None and number in seen:
             text = f"clusters[{i}]: cluster {number} is in the list twice"
-            refused[i] = twice.because(ParamError(text, status_code=twice))
+            refused[i] = ParamError(text, status_code=LLMStatusCode.LLM_REPEAT_REQUEST)
         seen.add(number)
     return refused
 
@@ -215,9 +242,3 @@ def _link_busy(link: Link, call: str) -> LinkError:
         status_code=LLMStatusCode.LLM_LINK_BUSY,
         peer=link.peer.cluster_id,
     )
-
-
-#: ``link()`` of every LLMDataDist opens a communicator by the last one; a test may append its own.
-openers: Final[list[Callable[[Engine, str, dict[int, int], str], int]]] = [
-    lambda engine, name, ranks, rank_table: engine.open_communicator(name, ranks, rank_table)
-]

@@ -18,7 +18,7 @@ _CODES: Final = {
 
 def v1_code(code: LLMStatusCode) -> LLMStatusCode:
     """Return what v1 calls ``code``: its own for time-outs and memory, the same for all others."""
-    return _CODES.get(code, code).because(code.error)
+    return _CODES.get(code, code)
 
 
 @contextmanager

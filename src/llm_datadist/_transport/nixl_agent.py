@@ -323,13 +323,19 @@ class Agent:
 
 
 def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
-    """Return NIXL's bindings, and keep its package from configuring the program's logging.
+    """Return NIXL's bindings; ``logging.config.dictConfig`` does nothing in this thread while they are imported.
 
-    Its ``dictConfig`` at import closes all existing handlers; one opened with mode "w" then logs nothing.
+    NIXL calls it then and has no switch for that. The call would close all handlers of the program, and one that was
+    opened with mode "w" would log nothing afterwards.
     """
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX's default is stdout, which belongs to the program
-    configure = logging.config.dictConfig
-    logging.config.dictConfig = lambda config: None
+    configure, importing = logging.config.dictConfig, threading.get_ident()
+
+    def configure_elsewhere(config: Any) -> None:  # noqa: ANN401 (a dict, or the type that typeshed has for it)
+        if threading.get_ident() != importing:
+            configure(config)
+
+    logging.config.dictConfig = configure_elsewhere
     try:
         from nixl import _bindings
     except ImportError as error:

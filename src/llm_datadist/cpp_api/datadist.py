@@ -488,10 +488,11 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
 
     def collect(self, pending: Pending, timeout: int) -> None:
         """Link or unlink, and keep each cluster's status; LinkError with every reason if some failed."""
-        overall, self.statuses = pending(Deadline(timeout, cancellable=True))
+        overall, self.statuses, errors = pending(Deadline(timeout, cancellable=True))
         if overall is LLMStatusCode.LLM_SUCCESS:
             return
-        failed = [f"clusters[{i}] {each.name}: {each.error}" for i, each in enumerate(self.statuses) if each.error]
+        each = zip(self.statuses, errors, strict=True)
+        failed = [f"clusters[{i}] {code.name}: {error}" for i, (code, error) in enumerate(each) if error is not None]
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
         raise LinkError(text, status_code=overall)
 

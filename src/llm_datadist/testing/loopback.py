@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._transfer.linking import openers
 from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.types.enums import LLMRole, RegisterMemStatus
 
@@ -43,11 +42,11 @@ def loopback_links(options: Mapping[str, str] | None = None) -> Iterator[Loopbac
         The members, by cluster id.
     """
     members = Loopback(options or {})
-    openers.append(members.open)
+    Life.loopbacks.append(members.open)
     try:
         yield members
     finally:
-        openers.remove(members.open)
+        Life.loopbacks.remove(members.open)
         members.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._checks import (
@@ -157,8 +156,10 @@ class Cache(OfProcess):
         self._cache_desc = check_type("cache_desc", cache_desc, CacheDesc)
         self._tensor_addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
         self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
-        self._memory = memory  # keeps the addresses mapped
-        self._granter = granter  # of one init: calls refuse foreign handles by it
+        # This library's modules read both, and no user: the first keeps the addresses mapped, the second is the maker,
+        # of one init, by which calls refuse foreign handles (None after create_cpu_cache).
+        self._memory = memory
+        self._granter = granter
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int]) -> Cache:
@@ -241,10 +242,3 @@ class Cache(OfProcess):
             f"<Cache {self._id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
             f"on {desc.placement.name}{state}>"
         )
-
-
-#: For this library's packages: a handle's maker (None after ``create_cpu_cache``); the object that keeps its memory
-#: mapped; the call that empties the handle of a deallocated cache.
-granter_of: Final[Callable[[Cache], Granter | None]] = attrgetter("_granter")
-memory_of: Final[Callable[[Cache], object]] = attrgetter("_memory")
-empty: Final[Callable[[Cache], None]] = methodcaller("_empty")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, Self
 
 import msgspec
@@ -235,4 +234,6 @@ class Grant(OfProcess):
         return f"<Grant {shown(self.token)} of {where}>"
 
 
-state_of: Final[Callable[[Grant], GrantState]] = attrgetter("_state")
+def state_of(grant: Grant) -> GrantState:
+    """Return a grant's state, for this library's packages."""
+    return grant._state  # noqa: SLF001 (of this module; no attribute for users)
