@@ -1,7 +1,6 @@
 """The seam of the transports: none is named outside its places, and a connection has what every transport has."""
 
 import ast
-import inspect
 import re
 import socket
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 import llm_datadist
 from llm_datadist import LLMDataDist, LLMRole, _option_kinds
 from llm_datadist._transport import instances
-from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.registry import ORDER, Transports
 from llm_datadist._transport.tcp import TcpTransport
 from llm_datadist.errors import LinkRefused, LLMException
@@ -65,13 +63,6 @@ def test_nobody_outside_asks_of_which_transport_a_connection_is() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 asked = ast.unparse(node.args[1])
                 assert not re.search(r"(Connection|Transport)\b", asked), f"{place}: isinstance(..., {asked})"
-
-
-def test_a_connection_has_what_every_transport_has() -> None:
-    own = [name for name, value in inspect.getmembers(Connection, callable) if not name.startswith("__")]
-    own += [name for name, value in inspect.getmembers(Connection) if isinstance(value, property)]
-    own = [name for name in own if name != "_abc_impl"]
-    assert len(own) <= 18, own
 
 
 def test_the_option_has_the_transports_in_the_order_of_preference() -> None:
