@@ -85,6 +85,17 @@ def connected(world: World) -> bool:
     return bool(world.memory["client"].connect(20))
 
 
+def test_a_store_that_listens_before_it_answers_is_linked_once_it_answers() -> None:
+    """Regression: its first refusal counted as an answer, and the first save was one of an earlier generation."""
+    with family_of() as family:
+        early, engine = listening(family, "early", STORE), listening(family, "engine", 4)
+        assert not engine.do(e.begin_client, early.port, NS)
+        early.do(answer_lookups)
+        assert engine.do(connected)
+        assert engine.do(e.look_up, keys_of(1)) == 1
+        engine.do(e.close_ours)
+
+
 def test_an_answer_that_names_a_third_cluster_is_of_the_store_and_a_forged_hit_is_refused() -> None:
     with family_of() as family:
         third, fake = listening(family, "third", 7), listening(family, "fake", STORE)

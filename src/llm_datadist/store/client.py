@@ -540,7 +540,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             self._wanted.wait(_LOOK_PAUSE if linked else pause)
 
     def _open(self) -> bool:
-        """Ask for the generation; return False without an answer. The log says if the store refuses so many ranks."""
+        """Ask for the generation; return False if nobody answers such a question. The log says why one is refused."""
         refused = ""
         try:
             body = messages.Lookup(self._ranks, [], []).encode()
@@ -551,6 +551,9 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             if _reason(error) in ("gone", "late"):
                 return False
             refused = named(error)
+            if error.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED:  # by a store that has just begun to listen
+                self._warn(refused)
+                return False
         self._warned = ""
         self._warn(refused)
         return True
