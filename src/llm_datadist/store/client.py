@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 STORE_ID: Final = 0x53746F7265
 
 _SAVE_BYTES: Final = 64 << 20  # of one question, so that a preempted request waits for no more
+_SAVE_SPARE: Final = 2.0  # seconds of a save's grant beyond its question
 _DIAL_MS: Final = 2000
 _ENTER_SECONDS: Final = 3.0
 _FIRST_PAUSE: Final = 0.05  # seconds between dials, at first and at most
@@ -367,7 +368,8 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     def _save(
         self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices, generation: bytes
     ) -> messages.Done:
-        grant = cache.grant(blocks, None, peer=self._options.store_id)
+        # It ends in any case: also if neither the revoke nor the end of the link comes.
+        grant = cache.grant(blocks, self._options.save_ms / 1e3 + _SAVE_SPARE, peer=self._options.store_id)
         try:
             # After the grant, which ends with the link: no other process that took the store's place may use it.
             self._require_own("save")
