@@ -42,8 +42,9 @@ def _as_on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """Captures vLLM's log, which its own handler keeps from the root."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    """Captures vLLM's log, which its own handler keeps from the root; once, if pytest captures such logs itself."""
+    if caplog.handler not in (vllm := logging.getLogger("vllm")).handlers:
+        monkeypatch.setattr(vllm, "propagate", True)
     return caplog
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 import threading
 from collections import Counter
@@ -665,10 +664,9 @@ def test_a_request_that_no_other_part_serves_is_loaded_from_the_store(
 
 
 def test_what_is_found_loaded_saved_and_lost_is_counted_and_told_once_a_minute(
-    scheduler: StoreScheduler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    scheduler: StoreScheduler, caplog_vllm: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(store_scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
     request = loading(scheduler)
     tell(scheduler, received=("a",))
@@ -680,7 +678,7 @@ def test_what_is_found_loaded_saved_and_lost_is_counted_and_told_once_a_minute(
     }
     assert scheduler.stats.take() is None
     scheduler.finished(request, ([],))
-    assert not caplog.text, "nothing was lost"
+    assert not caplog_vllm.text, "nothing was lost"
     store_of(scheduler).reason = "late"
     for number in range(3):
         other = asked(f"o{number}", 18, salt=str(number))
@@ -692,9 +690,9 @@ def test_what_is_found_loaded_saved_and_lost_is_counted_and_told_once_a_minute(
         data = counted(scheduler)
         assert (data["misses_late"], data["refused_late"], data["saved_blocks"]) == (1, 4, 0)
         now[0] += 20
-    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == ["misses_late=1"]
+    assert [each.getMessage().partition(": ")[2] for each in caplog_vllm.records] == ["misses_late=1"]
     step(scheduler, {}, {})
-    assert caplog.records[1:][0].getMessage().endswith(": misses_late=2, refused_late=12")
+    assert caplog_vllm.records[1:][0].getMessage().endswith(": misses_late=2, refused_late=12")
 
 
 def test_counters_of_both_connectors_stand_beside_each_other() -> None:
