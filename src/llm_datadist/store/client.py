@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 STORE_ID: Final = 0x53746F7265
 
 _SAVE_BYTES: Final = 64 << 20  # of one question, so that a preempted request waits for no more
+_UNKNOWN: Final = bytes(16)  # generation
 _SAVE_SPARE: Final = 2.0  # seconds of a save's grant beyond its question
 _DIAL_MS: Final = 2000
 _ENTER_SECONDS: Final = 3.0
@@ -154,7 +155,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         self._resume_at = 0.0  # monotonic; no question before
         self._skipped_for = ""  # reason of ``_resume_at``
         self._late = 0  # answers in a row
-        self._generation = bytes(16)  # of the namespace, as last told
+        self._generation = _UNKNOWN  # of the namespace, as last told
         self._warned = ""
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -339,6 +340,8 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             CacheNotFound: The cache was freed.
             StateError: The client is closed, or its LLMDataDist finalized.
         """
+        if self._linked.is_set() and self._generation == _UNKNOWN:  # a store that begins to listen refuses questions
+            self._open()
         generation = self._generation  # of the beginning: nothing is stored after a later `clear`
         checked, indices = _check_keys(keys), parse_indices("blocks", blocks)
         check_rule(len(checked) == len(indices), f"blocks: {len(indices)} for {len(checked)} keys")
@@ -542,7 +545,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             self._wanted.wait(_LOOK_PAUSE if linked else pause)
 
     def _open(self) -> bool:
-        """Ask for the generation; return False if nobody answers such a question. The log says why one is refused."""
+        """Ask for the generation; return False without an answer. The log says if the store refuses so many ranks."""
         refused = ""
         try:
             body = messages.Lookup(self._ranks, [], []).encode()
@@ -553,9 +556,6 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             if _reason(error) in ("gone", "late"):
                 return False
             refused = named(error)
-            if error.status_code is LLMStatusCode.LLM_FEATURE_NOT_ENABLED:  # by a store that has just begun to listen
-                self._warn(refused)
-                return False
         self._warned = ""
         self._warn(refused)
         return True
