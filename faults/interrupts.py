@@ -368,9 +368,9 @@ def _busy(world: World) -> list[str]:
     assert there is not None
     assert there.channel is not None
     found = []
-    if there.busy or there.requests.waiters:
-        found.append(f"{there!r}, {len(there.requests.waiters)} waiting")
-    if there.channel.reader is not None:
+    if there.busy or there.requests.waiting:
+        found.append(f"{there!r}, {there.requests.waiting} waiting")
+    if there.channel.being_read:
         found.append("a reader of the channel")
     for connection in there.connection.connections:
         if isinstance(connection, TcpConnection) and any(connection.group.loads.values()):

@@ -323,7 +323,7 @@ def _(stage: Stage) -> None:
     decoder.do(make, "kv", Spec(), 2)
     freeze(prompt)
     pull = Call(decoder.do, call, *BY_KEY)
-    wait_until(lambda: len(links_of(decoder.world).get(1).requests.waiters) == 1)
+    wait_until(lambda: links_of(decoder.world).get(1).requests.waiting == 1)
     family.kill(prompt)
     stage.fails(pull.result)
 

@@ -72,7 +72,7 @@ class Scene:
     def asked(self) -> None:
         """Return when a call waits for the peer's answer."""
         link = links_of(self.world).get(1)
-        wait_until(lambda: bool(link.requests.waiters))
+        wait_until(lambda: link.requests.waiting > 0)
 
 
 @pytest.fixture
@@ -205,14 +205,14 @@ def test_r07_a_call_that_waits_for_the_peer_ends_long_before_its_time(scene: Sce
 
     Regression: a closed coroutine did not end its call, because only cancellation was looked at.
     """
-    waiters = links_of(scene.world).get(1).requests.waiters
+    requests = links_of(scene.world).get(1).requests
 
     async def begun_and_closed() -> None:
         pull = scene.pull({1: 0})
         pull.send(None)
         await asyncio.to_thread(scene.asked)
         pull.close()
-        await asyncio.to_thread(wait_until, lambda: not waiters)
+        await asyncio.to_thread(wait_until, lambda: requests.waiting == 0)
 
     with stall(scene.peer.dd, "control"):  # the peer does not answer
         asyncio.run(_cancelled(scene.pull({1: 0}), scene.asked))

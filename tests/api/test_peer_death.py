@@ -84,7 +84,7 @@ def pulls_arrive(prompt: End, decoder: End, source: list[Bytes], target: list[By
 
 def waiting(world: World, peer: int) -> int:
     """Return how many calls of this end wait for an answer of the peer."""
-    return len(linking.links_of(world).get(peer).requests.waiters)
+    return int(linking.links_of(world).get(peer).requests.waiting)
 
 
 def pull_in_vain(decoder: End, prompt: ChildEnd) -> None:

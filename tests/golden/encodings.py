@@ -6,7 +6,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -232,10 +232,10 @@ def _intents(guards: list[int]) -> bytes:
         assert page.segment is not None
         writer, until = page.intent_writer(), Deadline(1000)
         first, second, third = (writer.announce(guard, until, reading=guard == guards[-1]) for guard in guards)
-        second.end()
-        content = page.segment.view(0, 64 * 4).tobytes()
-        first.end()
-        third.end()
+        with first, ExitStack() as later:
+            with second:
+                later.enter_context(third)
+            content = page.segment.view(0, 64 * 4).tobytes()
     finally:
         page.retire()
     return content

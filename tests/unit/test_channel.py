@@ -28,11 +28,12 @@ import pytest
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
-from llm_datadist._links.channel import Channel, FrameParser, Waiter, tune
+from llm_datadist._links.channel import Channel, FrameParser, tune
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
-from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, UnlinkAck, decode, encode, frame
+from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Ping, UnlinkAck, decode, encode, frame
 from llm_datadist._links.tls_session import TlsSession
+from llm_datadist._native import Requests, Waiter
 from llm_datadist._native.signals import hold_signals
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
@@ -292,13 +293,12 @@ class Ends:
         for sock in (self.ours, self.theirs):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
         self.theirs.settimeout(20)
-        self.waiters: dict[int, Waiter] = {}
+        self.requests = Requests()
         self.heard: list[messages.Message] = []
-        self.answered: list[tuple[int, str]] = []
         self.lost: list[str] = []
         self.threads: set[str] = set()
         self.on_message: Callable[[messages.Message], None] = lambda message: None
-        self.channel = Channel(control, self.ours, self._message, self._end, self._answer, tls[0])
+        self.channel = Channel(control, self.ours, self._message, self._end, self.requests, tls[0])
         if first is not None:
             self.channel.send_first(first)
 
@@ -307,9 +307,11 @@ class Ends:
         wait_until(self.at_rest)
         return self
 
-    def expect(self, number: int) -> Waiter:
-        self.waiters[number] = Waiter()
-        return self.waiters[number]
+    def expect(self) -> Waiter:
+        return Waiter(self.requests).__enter__()
+
+    def answer(self, *waiters: Waiter) -> None:
+        self.say(*map(ack, waiters))
 
     def begin_to_wait(self, waiter: Waiter, deadline: Deadline | None = None) -> threading.Thread:
         """Wait in a thread; return once that reads the channel, or waits beside another one that does."""
@@ -320,10 +322,10 @@ class Ends:
         return thread
 
     def led(self) -> bool:
-        return self.channel.reader is not None and not self.channel._watched
+        return self.channel.being_read
 
     def at_rest(self) -> bool:
-        return not self.channel._role_held and self.channel._watched
+        return not self.channel.being_read
 
     def ended(self) -> bool:
         return bool(self.lost) and self.ours.fileno() == -1
@@ -341,24 +343,15 @@ class Ends:
         assert parser.rest() == b""
         return heard
 
-    def _answer(self, message: messages.Message) -> bool:
-        if not isinstance(message, UnlinkAck) or (waiter := self.waiters.pop(message.id, None)) is None:
-            return False
-        self.answered.append((message.id, threading.current_thread().name))
-        waiter.wake(message)
-        return True
-
     def _message(self, message: messages.Message) -> None:
         self.threads.add(threading.current_thread().name)
-        if not self._answer(message):
-            self.heard.append(message)
-            self.on_message(message)
+        self.heard.append(message)
+        self.on_message(message)
 
     def _end(self, reason: str) -> None:
         self.threads.add(threading.current_thread().name)
         self.lost.append(reason)
-        while self.waiters:
-            self.waiters.popitem()[1].wake(None)
+        self.requests.close()
 
     def close(self) -> None:
         self.channel.close("test over")
@@ -366,6 +359,18 @@ class Ends:
         assert len(self.lost) == 1, "the end is told exactly once"
         assert self.threads <= {CONTROL}, "but for answers, callbacks run on the control thread"
         self.theirs.close()
+
+
+def ack(waiter: Waiter) -> UnlinkAck:
+    return UnlinkAck(waiter.number)
+
+
+def answered(waiter: Waiter) -> bool:
+    if waiter.answer is None:
+        return False
+    assert waiter.done
+    assert decode(waiter.answer) == ack(waiter)
+    return True
 
 
 @pytest.fixture
@@ -399,13 +404,14 @@ def join(*threads: threading.Thread) -> None:
 def test_nothing_is_read_before_the_begin_and_what_came_with_the_handshake_is_first_then(control: ControlLoop) -> None:
     ends = Ends(control, first=Beat(0))
     ends.channel.send(Beat(1))
-    waiter, stream = ends.expect(7), frame(Beat(5)) + frame(UnlinkAck(7)) + frame(Beat(6))
+    waiter = ends.expect()
+    stream = frame(Beat(5)) + frame(ack(waiter)) + frame(Beat(6))
     ends.theirs.sendall(stream[-20:])
     ends.channel.wait(waiter, Deadline(10))
-    assert waiter.gate.locked()
+    assert not answered(waiter)
     ends.channel.begin(stream[:-20])
     ends.channel.wait(waiter, Deadline(PATIENCE_MS))
-    assert waiter.answer == UnlinkAck(7)
+    assert answered(waiter)
     wait_until(lambda: ends.heard == [Beat(5), Beat(6)])
     ends.channel.send(Beat(2))
     assert ends.read(3) == [Beat(0), Beat(1), Beat(2)]
@@ -457,7 +463,7 @@ def test_a_peer_that_reads_nothing_at_all_is_given_up_above_the_bound(ends: Ends
 def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
     ends: Ends, rest: bytes | None, reason: str, waits: bool
 ) -> None:
-    first, second = ends.expect(1), ends.expect(2)
+    first, second = ends.expect(), ends.expect()
     threads = [ends.begin_to_wait(second)] if waits else []
     before: list[messages.Message] = [UnlinkAck(1)] if waits else [Beat(1), UnlinkAck(1), Beat(2)]
     ends.theirs.sendall(b"".join(map(frame, before)) + (rest or b""))
@@ -468,7 +474,7 @@ def test_a_bad_frame_or_the_peers_end_ends_the_channel_after_what_came_before(
         ends.theirs.shutdown(socket.SHUT_WR)
     join(*threads)
     wait_until(ends.ended)
-    assert (first.answer, second.answer) == (UnlinkAck(1), None)
+    assert (answered(first), answered(second)) == (True, False)
     assert ends.heard == ([] if waits else [Beat(1), Beat(2)])
     assert re.search(reason, ends.lost[0])
     with suppress(ConnectionResetError):
@@ -505,8 +511,8 @@ def test_after_a_bug_or_a_close_nothing_is_delivered(
     ends.on_message = handle
     other = Ends(ends.control).begin()
     if late:
-        ends.channel.handle(Beat(1))
-        ends.channel.handle(Beat(2))
+        ends.requests.late.extend([encode(Beat(2)), encode(Beat(1))])
+        ends.control.call(ends.channel.handle_late)
     else:
         ends.say(Beat(1), Beat(2))
     wait_until(ends.ended)
@@ -528,7 +534,7 @@ def test_closing_while_many_threads_flush_tells_once_wakes_the_reader_and_leaves
         ends = Ends(control).begin()
         for i in range(100):
             ends.channel.send(Failed(i, 0, LARGE))
-        reader = ends.begin_to_wait(waiter := ends.expect(1))
+        reader = ends.begin_to_wait(waiter := ends.expect())
         closers = [threading.Thread(target=ends.channel.close, args=(f"reason {i}",)) for i in range(6)]
         talkers = [threading.Thread(target=talk_until_closed, args=(ends.channel,)) for _ in range(2)]
         for thread in [*talkers, *closers]:
@@ -548,7 +554,7 @@ def test_a_loop_that_has_stopped_ends_the_channel_at_the_next_use(control: Contr
     closed, read, late = Ends(control).begin(), Ends(control).begin(), Ends(control)
     control.stop()
     closed.channel.close("finalized")
-    waiter = read.expect(1)
+    waiter = read.expect()
     read.say(Beat(1))
     read.channel.wait(waiter, Deadline(PATIENCE_MS))
     assert waiter.answer is None
@@ -626,11 +632,11 @@ def test_what_came_before_the_end_is_handled_in_turns_before_it(ends: Ends) -> N
 
 
 def test_a_caller_gets_an_answer_that_is_behind_the_frames_of_many_turns(ends: Ends) -> None:
-    waiter = ends.expect(7)
+    waiter = ends.expect()
     thread = ends.begin_to_wait(waiter)
-    ends.say(*BEATS[:32], UnlinkAck(7), *BEATS[32:])
+    ends.say(*BEATS[:32], ack(waiter), *BEATS[32:])
     join(thread)
-    assert waiter.answer == UnlinkAck(7)
+    assert answered(waiter)
     wait_until(lambda: len(ends.heard) == 64)
     assert ends.heard == BEATS
     wait_until(ends.at_rest)
@@ -674,56 +680,28 @@ def test_tune_sets_what_every_control_socket_has() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
 
 
-def test_a_caller_that_prepared_reads_an_answer_that_is_there_or_leaves_the_channel_to_others(ends: Ends) -> None:
-    waiter, first, second = (ends.expect(number) for number in (7, 1, 2))
-    ends.channel.take_role(waiter)
-    ends.say(UnlinkAck(7))
-    for _ in range(2):  # turns of the control thread: it would have read what it is woken for
-        ends.control.call(lambda: None)
-    assert waiter.gate.locked()
-    ends.channel.wait(waiter, Deadline(PATIENCE_MS))
-    assert waiter.answer == UnlinkAck(7)
-    assert ends.answered == [(7, threading.current_thread().name)]
-    assert ends.at_rest()
-    ends.channel.take_role(first)
-    ends.channel.take_role(second)  # the first one reads already
-    ends.channel.forgo(second)
-    assert ends.led()
-    ends.say(Beat(1))
-    ends.channel.forgo(first)
-    wait_until(lambda: ends.heard == [Beat(1)])
-    ends.say(UnlinkAck(2), UnlinkAck(1))
-    for each in (first, second):
-        ends.channel.wait(each, Deadline(PATIENCE_MS))
-    assert (first.answer, second.answer) == (UnlinkAck(1), UnlinkAck(2))
-    wait_until(ends.at_rest)
-
-
 def test_the_caller_that_reads_hands_answers_to_others_and_those_it_leaves_behind_get_theirs_too(ends: Ends) -> None:
     """A frame that is no answer goes to the control thread, in order with all that follows."""
     for _ in range(20):
-        waiters = [ends.expect(number) for number in range(8)]
+        waiters = [ends.expect() for _ in range(8)]
         threads = [ends.begin_to_wait(waiter) for waiter in waiters]
-        ends.say(UnlinkAck(3), UnlinkAck(2), UnlinkAck(0))
+        ends.answer(waiters[3], waiters[2], waiters[0])
         join(threads[0], threads[2], threads[3])
-        assert ends.answered == [(3, "caller"), (2, "caller"), (0, "caller")]
-        left = (7, 6, 5, 4, 1)
-        assert all(waiters[number].gate.locked() for number in left)
-        ends.say(*map(UnlinkAck, left))
+        left = [waiters[number] for number in (7, 6, 5, 4, 1)]
+        assert not any(map(answered, left))
+        ends.answer(*left)
         join(*threads)
-        assert [waiter.answer for waiter in waiters] == [UnlinkAck(number) for number in range(8)]
-        assert [number for number, _ in ends.answered] == [3, 2, 0, *left]
-        assert ends.at_rest()
-        ends.answered.clear()
-    waiter = ends.expect(7)
+        assert all(map(answered, waiters))
+        wait_until(ends.at_rest)
+    waiter = ends.expect()
     thread = ends.begin_to_wait(waiter)
-    ends.say(Beat(1), Beat(2), UnlinkAck(7), Beat(3), UnlinkAck(8), Beat(4))
+    request = Ping(waiter.number)  # the peer's numbers are its own
+    ends.say(Beat(1), request, ack(waiter), Beat(3), UnlinkAck(2**40), Beat(4))
     join(thread)
-    assert waiter.answer == UnlinkAck(7)
-    assert ends.answered == [(7, CONTROL)]
+    assert answered(waiter)
     wait_until(lambda: len(ends.heard) == 5)
     # The control thread also gets an answer that no caller waits for.
-    assert ends.heard == [Beat(1), Beat(2), Beat(3), UnlinkAck(8), Beat(4)]
+    assert ends.heard == [Beat(1), request, Beat(3), UnlinkAck(2**40), Beat(4)]
 
 
 def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(ends: Ends) -> None:
@@ -731,14 +709,14 @@ def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(
 
     def call(caller: int) -> None:
         for number in range(caller * rounds, (caller + 1) * rounds):
-            waiter = ends.expect(number)
-            stream = b"".join(map(frame, (Beat(2 * number), UnlinkAck(number), Beat(2 * number + 1))))
+            waiter = ends.expect()
+            stream = b"".join(map(frame, (Beat(2 * number), ack(waiter), Beat(2 * number + 1))))
             cut = number % len(stream)
             with sending:
                 ends.theirs.sendall(stream[:cut])
                 ends.theirs.sendall(stream[cut:])
             ends.channel.wait(waiter, Deadline(PATIENCE_MS))
-            assert waiter.answer == UnlinkAck(number)
+            assert answered(waiter)
 
     with ThreadPoolExecutor(callers) as threads:
         list(threads.map(call, range(callers)))
@@ -746,7 +724,7 @@ def test_many_callers_and_other_frames_at_once_that_come_in_pieces_cut_anywhere(
     beats = [message.count for message in ends.heard if isinstance(message, Beat)]
     assert sorted(beats) == list(range(2 * callers * rounds)), "each once"
     assert all(first + 1 == second for first, second in zip(beats[::2], beats[1::2], strict=True)), "in order"
-    assert sorted(number for number, _ in ends.answered) == list(range(callers * rounds))
+    assert ends.requests.waiting == 0
 
 
 def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(ends: Ends) -> None:
@@ -756,21 +734,21 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
 
     handler, main = signal.signal(signal.SIGUSR1, lambda *_: sys.exit()), threading.get_ident()
     try:
-        waiter = ends.expect(1)
-        ends.channel.wait(waiter, Deadline(20))
-        assert waiter.gate.locked()
+        ends.channel.wait(waiter := ends.expect(), Deadline(20))
+        assert not answered(waiter)
         assert ends.at_rest()
         later = Deadline(PATIENCE_MS, cancellable=True)
-        thread = ends.begin_to_wait(ends.expect(2), later)
+        thread = ends.begin_to_wait(ends.expect(), later)
         later.cancel()
         join(thread)
         assert ends.at_rest()
         with ThreadPoolExecutor(1) as threads:
             threads.submit(kill)
             with pytest.raises(SystemExit):
-                ends.channel.wait(ends.expect(3), Deadline(PATIENCE_MS))
+                ends.channel.wait(ends.expect(), Deadline(PATIENCE_MS))
         wait_until(ends.at_rest)
-        ends.say(UnlinkAck(2), Beat(1))
+        ends.answer(waiter)
+        ends.say(Beat(1))
         wait_until(lambda: ends.heard == [Beat(1)])
         assert not ends.lost
     finally:
@@ -778,14 +756,14 @@ def test_a_deadline_a_cancellation_and_an_interrupt_end_a_wait_and_nothing_else(
 
 
 def test_a_signal_handler_waits_for_an_answer_beside_the_wait_that_it_interrupts(ends: Ends) -> None:
-    answers: list[object] = []
+    outer, answers = ends.expect(), list[bool]()
 
     def handle(*_: object) -> None:
-        waiter = ends.expect(2)
-        ends.say(UnlinkAck(2))
-        ends.channel.wait(waiter, Deadline(PATIENCE_MS))
-        answers.append(waiter.answer)
-        ends.say(UnlinkAck(1))
+        inner = ends.expect()
+        ends.answer(inner)
+        ends.channel.wait(inner, Deadline(PATIENCE_MS))
+        answers.append(answered(inner))
+        ends.answer(outer)
 
     def kill() -> None:
         wait_until(ends.led)
@@ -795,7 +773,7 @@ def test_a_signal_handler_waits_for_an_answer_beside_the_wait_that_it_interrupts
     try:
         with ThreadPoolExecutor(1) as threads:
             threads.submit(kill)
-            hold_signals(ends.channel.wait)(waiter := ends.expect(1), Deadline(PATIENCE_MS))
+            hold_signals(ends.channel.wait)(outer, Deadline(PATIENCE_MS))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert (answers, waiter.answer) == ([UnlinkAck(2)], UnlinkAck(1))
+    assert (answers, answered(outer)) == ([True], True)

@@ -14,10 +14,14 @@ from pathlib import Path
 import pytest
 
 from llm_datadist._links.handshake import listening_socket
-from llm_datadist._native import SocketInput, listen_for_input, send_now
+from llm_datadist._native import Stream, listen_for_input
 from llm_datadist.bench.worker import Busy
 
 Pair = tuple[socket.socket, socket.socket]
+
+
+def stream(sock: socket.socket, *most: int) -> Stream:
+    return Stream(sock.fileno(), -1, (), 1 << 20, *most)
 
 
 @pytest.fixture
@@ -31,14 +35,13 @@ def pair() -> Iterator[Pair]:
 
 def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_end_from_a_reset(pair: Pair) -> None:
     ours, theirs = pair
-    receive = SocketInput(ours.fileno()).receive
+    receive = stream(ours).receive
     assert receive() is None
     began = time.monotonic()
     assert receive(0.02) is None
     assert 0.02 <= time.monotonic() - began < 5
-    for data in (b"a", bytearray(b"bc")):
-        assert send_now(theirs.fileno(), data) == len(data)
-        assert receive(5) == data
+    assert stream(theirs).send(b"abc") == 0
+    assert receive(5) == b"abc"
     later = threading.Timer(0.02, theirs.send, [b"late"])
     later.start()
     assert receive(5) == b"late"
@@ -46,32 +49,38 @@ def test_receive_returns_what_is_there_waits_no_longer_than_told_and_tells_the_e
     theirs.sendall(bytes(100_000))
     assert [receive(5), receive(5)] == [bytes(1 << 16), bytes(100_000 - (1 << 16))]
     theirs.sendall(bytes(3))
-    assert [SocketInput(ours.fileno(), 2).receive(5) for _ in range(2)] == [bytes(2), bytes(1)]
+    assert [stream(ours, 2).receive(5) for _ in range(2)] == [bytes(2), bytes(1)]
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     theirs.close()
-    with pytest.raises(ConnectionResetError):
-        receive(5)
-    assert receive() == b""
-    assert send_now(ours.fileno(), b"lost") == 4, "reading reports it"
+    for _ in range(2):
+        with pytest.raises(ConnectionResetError):
+            receive(5)
+    assert stream(ours).receive() == b""
+    assert stream(ours).send(b"lost") == 0, "reading reports it"
 
 
-def test_send_now_takes_what_the_kernel_takes_and_no_signal_comes_of_a_broken_pipe() -> None:
+def test_a_stream_keeps_what_the_kernel_does_not_take_and_no_signal_comes_of_a_broken_pipe() -> None:
     ours, theirs = socket.socketpair()
     with ours:
+        sender = stream(ours)
         with theirs:
-            assert 0 < send_now(ours.fileno(), bytes(10 << 20)) < 10 << 20
-            assert send_now(ours.fileno(), b"more") == 0
-        assert send_now(ours.fileno(), b"gone") == 4
-    assert send_now(ours.fileno(), b"closed") == 6
-    with pytest.raises(TypeError):
-        send_now(0, "text")  # type: ignore[arg-type]
+            assert sender.send(b"first", now=False) == 5
+            kept = sender.send(bytes(10 << 20))
+            assert kept is not None
+            assert 0 < kept <= 5 + (10 << 20)
+            assert sender.send(b"more") == sender.unsent == kept + 4, "in order"
+            assert sender.flush() < kept + 4
+            assert theirs.recv(5) == b"first"
+        assert sender.flush() == 0, "a broken connection takes all"
+        assert sender.send(b"gone") == 0
+        assert (sender.shut(), sender.shut(), sender.send(b"shut")) == (True, False, None)
 
 
 def test_a_signal_ends_a_wait_so_that_its_handler_can_run(pair: Pair) -> None:
     handler = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.02)
-        assert SocketInput(pair[0].fileno()).receive(30) is None
+        assert stream(pair[0]).receive(30) is None
     finally:
         signal.signal(signal.SIGALRM, handler)
 
@@ -95,8 +104,7 @@ def test_a_descriptor_that_is_not_listened_to_is_reported_at_its_end_only_and_th
 
 
 def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive(pair: Pair) -> None:
-    ours, theirs = (sock.fileno() for sock in pair)
-    receive = SocketInput(ours).receive
+    ours, (receiver, sender) = pair[0].fileno(), map(stream, pair)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1)  # what it costs each time
     busy = Busy()
@@ -106,10 +114,10 @@ def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive
             began = time.monotonic()
             for _ in range(300):
                 listen_for_input(watch.fileno(), ours, False)
-                send_now(theirs, b"request")
-                assert receive(5) == b"request"
+                sender.send(b"request")
+                assert receiver.receive(5) == b"request"
                 listen_for_input(watch.fileno(), ours, True)
-                assert receive() is None
+                assert receiver.receive() is None
             assert time.monotonic() - began < 60  # 300 turns of the busy thread take five times as long
     finally:
         sys.setswitchinterval(interval)

@@ -2,12 +2,12 @@
 
 What waits for the quarantine, and what it says: tests/api/test_guards_api.py."""
 
-import gc
 import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.pool import MemoryPool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._memory.write_intents import IntentPage, IntentWriter, WriteIntent, WriteIntents
+from llm_datadist._memory.write_intents import IntentPage, IntentWriter, WriteIntents
 from llm_datadist._native import WRITER_PAGE_BYTES, WRITER_SLOTS
 from llm_datadist.errors import DeadlineExceeded, LinkError, ParamError, ProtocolError, StateError
 from tests.unit.holder import in_a_forked_child
@@ -47,8 +47,11 @@ def at_work(intent_writer: IntentWriter) -> int:
     return WRITER_SLOTS - len(intent_writer.free)
 
 
-def announce(intent_writer: IntentWriter, guard: int = GUARD) -> WriteIntent:
-    return intent_writer.announce(guard, Deadline(SOON))
+def announce(intent_writer: IntentWriter, guard: int = GUARD) -> ExitStack:
+    """Announce a write that lasts until the stack is closed."""
+    with ExitStack() as announced:
+        announced.enter_context(intent_writer.announce(guard, Deadline(SOON)))
+        return announced.pop_all()
 
 
 def mapped(page: IntentPage) -> IntentWriter:
@@ -97,12 +100,9 @@ def test_a_writer_is_found_from_its_announcement_to_its_end(writers: WriteIntent
     with pytest.raises(ZeroDivisionError), announce(intent_writer):
         1 / 0  # noqa: B018
     assert writers.busy(GUARD) == ()
-    # Lost, as a signal's exception between the announcement and its block leaves it. Readers count only if asked for.
-    announced = intent_writer.announce(GUARD, Deadline(SOON), reading=True)
-    assert writers.busy(GUARD) == writers.busy(OTHER, readers=True) == ()
-    assert len(writers.busy(GUARD, readers=True)) == 1
-    del announced
-    gc.collect()
+    with intent_writer.announce(GUARD, Deadline(SOON), reading=True):  # readers count only if asked for
+        assert writers.busy(GUARD) == writers.busy(OTHER, readers=True) == ()
+        assert len(writers.busy(GUARD, readers=True)) == 1
     assert writers.busy(GUARD, readers=True) == ()
     assert at_work(intent_writer) == 0
 
@@ -113,14 +113,14 @@ def test_impossible_guards_and_what_is_closed_announce_nothing(writers: WriteInt
     for guard in (0, -1, 1 << 62, 2**64):
         with pytest.raises(ProtocolError, match=f"guard slot {guard} cannot be announced"):
             announce(intent_writer, guard)
-    announce(intent_writer, (1 << 62) - 1).end()
+    announce(intent_writer, (1 << 62) - 1).close()
     writers.shut()
     with pytest.raises(LinkError, match="the owner of the memory has closed the link") as caught:
         announce(intent_writer)
     assert caught.value.phase == "copy"
     (write,) = writers.busy(GUARD)
-    announced.end()
-    announced.end()
+    announced.close()
+    announced.close()
     assert writers.pending([write]) == ()
     assert at_work(intent_writer) == 0
     for make in (writers.open_here, writers.open):
@@ -137,13 +137,13 @@ def test_when_every_slot_is_taken_the_next_one_waits(writers: WriteIntents, page
     taken = [announce(intent_writer) for _ in range(WRITER_SLOTS)]
     assert sorted(each.slot for each in writers.busy(GUARD)) == list(range(1, WRITER_SLOTS + 1))
     with pytest.raises(DeadlineExceeded, match=f"{WRITER_SLOTS} writes to this peer"):
-        intent_writer.announce(GUARD, Deadline(NOW))
-    opener = threading.Timer(0, taken.pop().end)
+        intent_writer.announce(GUARD, Deadline(NOW)).__enter__()
+    opener = threading.Timer(0, taken.pop().close)
     opener.start()
-    announce(intent_writer).end()
+    announce(intent_writer).close()
     opener.join()
     for each in taken:
-        each.end()
+        each.close()
     assert writers.busy(GUARD) == ()
 
 
@@ -161,7 +161,7 @@ def test_a_page_of_a_lost_peer_stays_until_its_write_or_process_ends(writers: Wr
     assert (page.who, page.retired) == ("cluster 2", True)
     with pytest.raises(LinkError):
         announce(intent_writer, OTHER)
-    announced.end()
+    announced.close()
     assert writers.pending([write]) == ()
     assert writers.lost == 0
     assert sleeper.pidfd_is_closed()
@@ -173,7 +173,7 @@ def test_a_page_of_a_lost_peer_stays_until_its_write_or_process_ends(writers: Wr
     assert writers.pending([write]) == ()
     page.retire()
     assert writers.lost == 0
-    announced.end()
+    announced.close()
 
 
 def test_a_page_goes_when_its_link_ends_without_a_write_or_a_peer(writers: WriteIntents, sleeper: Sleeper) -> None:
@@ -186,7 +186,7 @@ def test_a_page_goes_when_its_link_ends_without_a_write_or_a_peer(writers: Write
     announced = announce(mapped(page))
     page.retire()
     assert writers._pages == []
-    announced.end()
+    announced.close()
     page = writers.open()
     with writers._lock:  # as a __del__ does that interrupts the holder of the lock
         page.retire()
@@ -217,7 +217,7 @@ def test_close_takes_retired_pages_and_leaves_the_pidfds_of_others_to_their_link
     assert (lost._pidfd, sleeper.pidfd_is_closed()) == (-1, False)
     page.retire()
     assert sleeper.pidfd_is_closed()
-    announced.end()
+    announced.close()
 
 
 def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, page: IntentPage) -> None:
@@ -230,21 +230,17 @@ def test_a_forked_child_gives_nothing_of_its_parent_up(writers: WriteIntents, pa
             with pytest.raises(StateError, match="fork"):
                 write()
         shared.retire()
-        announced.end()  # as where a handler of a signal forks inside of a push
-        announced.__del__()
+        announced.close()  # as where a handler of a signal forks inside of a push
 
     in_a_forked_child(give_up)
     assert len(writers.busy(GUARD)) == 1
-    announce(intent_writer).end()
-    announced.end()
+    announce(intent_writer).close()
+    announced.close()
     shared.retire()
 
 
 def test_what_is_no_page_or_slot_is_refused() -> None:
     for call in (
-        lambda: _native.announce_writer(0, 1, 1),
-        lambda: _native.announce_writer(4096 + 8, 1, 1),
-        lambda: _native.retract_writer(4096, 0),
         lambda: _native.writer_sequence(4096, WRITER_SLOTS + 1),
         lambda: _native.close_writers(1),
         lambda: _native.find_writers(np.array([3], np.uint64), [1], False),

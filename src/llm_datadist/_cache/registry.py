@@ -350,15 +350,17 @@ class Registry:
             return entry
 
     def end_use(self, entry: Entry) -> Effects:
-        """End a use; return :data:`NOTHING` unless the cache is DRAINING."""
-        if entry.uses.try_leave():
+        """End a use; return :data:`NOTHING` unless it was the last of a DRAINING cache."""
+        if entry.uses.try_leave() or entry.uses.leave():
             return NOTHING  # no event, no lock: as in begin_use
+        return self.last_left(entry)
+
+    def last_left(self, entry: Entry) -> Effects:
+        """Take note that the last user has left a cache whose gate is shut."""
+        effects = Effects()
         with self._lock:
-            entry.uses.leave()
-            if entry.life.state is not CacheState.DRAINING:
-                return NOTHING
-            effects = Effects()
-            self._transition(entry, Event.UNPIN, effects)
+            if entry.life.state is CacheState.DRAINING:
+                self._transition(entry, Event.UNPIN, effects)
         return effects
 
     def find(self, *, key: Key | None = None, cache_id: int = 0, row: int = 0) -> tuple[Entry, int, Binding | None]:

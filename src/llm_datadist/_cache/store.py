@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import struct
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._cache.registry import DRAIN, NOTHING, Effects, Entry, Key, Registry, key_of
+from llm_datadist._cache.registry import DRAIN, Effects, Entry, Key, Registry, key_of
 from llm_datadist._checks import typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
@@ -23,14 +23,13 @@ from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
-from llm_datadist._native import Tensors, steps
+from llm_datadist._native import Tensors, Use, steps
 from llm_datadist._native.signals import put_off, require_outermost
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from llm_datadist._cache.geometry import Geometry
     from llm_datadist._memory.device import Device
@@ -208,11 +207,15 @@ class CacheStore:
         self.apply(effects)
         return entry
 
-    def using(self, cache_id: int, what: object) -> AbstractContextManager[Entry]:
+    def using(self, cache_id: int, what: object) -> Use[Entry]:
         """Return a context manager for a local use. CacheNotFound names the argument ``what``."""
         if steps.watch is not None:
             steps.watch("use", self)
-        return _Use(self, cache_id, what)
+        entry = self.registry.lookup(cache_id, what)
+        return Use(entry.uses, entry, partial(self.registry.lookup, cache_id, what), partial(self._last_left, entry))
+
+    def _last_left(self, entry: Entry) -> None:
+        self.apply(self.registry.last_left(entry))
 
     def deallocate(self, cache_id: int) -> None:
         """End the owner's need of an allocated cache; ignore any other id (interface §6.2).
@@ -316,25 +319,6 @@ class CacheStore:
         self.writers.close()
         self.pools.close()
         self._guards.close()
-
-
-class _Use(msgspec.Struct, eq=False):
-    """Local use of a cache. A Struct, because each small copy makes one."""
-
-    store: CacheStore
-    cache_id: int
-    what: object
-    entry: Entry | None = None
-
-    def __enter__(self) -> Entry:
-        self.entry = entry = self.store.registry.begin_use(self.cache_id, self.what)
-        return entry
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert self.entry is not None
-        effects = self.store.registry.end_use(self.entry)
-        if effects is not NOTHING:
-            self.store.apply(effects)
 
 
 def _bindable(keys: KeyedRows) -> Bindable:

@@ -1,31 +1,30 @@
 """One link: the peer, the control channel, the data path, and the operations that use them.
 
-The reader-role holder delivers answers, the control thread other messages.
+The holder of the reader role delivers answers, undecoded; the control thread handles other messages.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.channel import Channel, Waiter
-from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, remote_failure
+from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
 from llm_datadist._log import logger
-from llm_datadist._native import UseGate, steps
-from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, StateError
+from llm_datadist._native import Requests, Use, UseGate, Waiter, steps
+from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError, StateError
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._links.channel import Channel
     from llm_datadist._links.messages import Consumed, Greeting, Hello, Message, Release
     from llm_datadist._links.renewal import Renewal
     from llm_datadist._links.versions import Spoken
@@ -159,40 +158,8 @@ class PeerCacheView:
     located: set[int] = field(default_factory=set)  # located caches of this side
 
 
-class RequestTable:
-    """Callers that wait for answers, by request number. Threads: any.
-
-    :meth:`Link.request` uses the fields directly, which saves two calls for every transfer.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.waiters: dict[int, Waiter] = {}
-        self.closed = False
-        self.numbers = itertools.count(1)
-
-    def answer(self, number: int, message: Message) -> bool:
-        """Deliver an answer; return False if its caller no longer waits."""
-        with self.lock:
-            if (waiter := self.waiters.pop(number, None)) is None:
-                return False
-            # Under the lock: a removed waiter has its answer.
-            waiter.wake(message)
-            return True
-
-    def close(self) -> None:
-        """Wake all callers without an answer; admit no more."""
-        with self.lock:
-            self.closed = True
-            for waiter in self.waiters.values():
-                waiter.wake(None)
-            self.waiters.clear()
-
-
 class Link:
     """A link whose handshake is over.
-
-    A ``with`` block over it is an operation: it raises NotLinked, or unlinking waits for it.
 
     Owns: the channel and the data path.
     Threads: any; the lock guards the state; nothing blocks under it.
@@ -215,7 +182,7 @@ class Link:
         self.spoken = spoken
         self.renewal = renewal  # of an encrypted link
         self.caches = PeerCacheView()
-        self.requests = RequestTable()
+        self.requests = Requests()
         self.channel: Channel | None = None  # until ready()
         self.last_heard = time.monotonic()
         self.last_pong = 0  # of ping(), answered last
@@ -262,17 +229,17 @@ class Link:
             self.channel = channel
             self._fire(LinkEvent.READY)
 
-    def __enter__(self) -> Self:
-        if not self._operations.try_enter():
-            raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
-        return self
+    def operation(self) -> Use[Self]:
+        """Return a context manager for an operation: it raises NotLinked, or unlinking waits for its end."""
+        return Use(self._operations, self, self._refuse, self._last_left)
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._operations.try_leave():
-            return  # no unlink waits
+    def _refuse(self) -> NoReturn:
+        raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
+
+    def _last_left(self) -> None:
+        """Wake a waiting unlink, or answer that of the peer."""
         with self._lock:
-            if self._operations.leave() == 0:
-                self._idle.notify_all()
+            self._idle.notify_all()
             due = self._due_unlink_ack()
         if due is not None:
             self.tell(UnlinkAck(due))
@@ -291,34 +258,23 @@ class Link:
         ready or this side gave it up. Raises DeadlineExceeded if no answer came in time; a late one is handled. Raises
         ProtocolError if the request is too large.
         """
-        requests = self.requests
-        waiter, number = Waiter(), next(requests.numbers)
-        with requests.lock:
-            if requests.closed:
+        with Waiter(self.requests) as waiter:
+            if waiter.done:
                 raise self.lost_error(what, phase)
-            requests.waiters[number] = waiter
-        # A thread in ``meanwhile`` cannot read.
-        reader = self.channel if meanwhile is None else None
-        waited = False
-        try:
-            if reader is not None:
-                reader.take_role(waiter)
-            channel = self.send(build(number), what, phase)
+            channel = self.send(build(waiter.number), what, phase)
             if meanwhile is not None:
                 meanwhile()
             channel.wait(waiter, deadline)
-            waited = True
-        finally:
-            if reader is not None and not waited:
-                reader.forgo(waiter)
-            with requests.lock:
-                requests.waiters.pop(number, None)  # later answers are late
-            if not waited and waiter.answer is not None and self.channel is not None:
-                self.channel.handle(waiter.answer)  # it came before the interrupt was raised: it may hold a pin
-        if (answer := waiter.answer) is None:
+        if waiter.answer is None:
             if self.ended:
                 raise self.lost_error(what, phase)
             raise deadline.error(f"{what} from {self.peer}", phase, self.peer.cluster_id)
+        self.heard()
+        try:
+            answer = decode(waiter.answer)
+        except ProtocolError as error:
+            channel.close(str(error))
+            raise self.lost_error(what, phase) from error
         if isinstance(answer, Failed):
             raise remote_failure(answer, self.peer.cluster_id, phase)
         return answer
@@ -346,7 +302,7 @@ class Link:
 
     def say_goodbye(self) -> None:
         """Ask the peer to unlink, without waiting: then it sees no loss in this link's end, and does not dial again."""
-        self.tell(UnlinkRequest(next(self.requests.numbers)))
+        self.tell(UnlinkRequest(self.requests.number()))
 
     def report(self, message: Release | Consumed) -> None:
         """Send the end of a transfer, and count it: a request over a lane may overtake it."""
@@ -356,7 +312,7 @@ class Link:
 
     def ping(self) -> int:
         """Send a Ping; return the number for :attr:`last_pong`."""
-        number = next(self.requests.numbers)
+        number = self.requests.number()
         with suppress(NotLinked, PeerLost):
             self.send(Ping(number))
         return number
@@ -494,5 +450,5 @@ class Link:
         with self._lock:
             if self._operations.inside < 0 or self._operations.is_open is not self.usable:
                 raise AssertionError(f"{self._machine.name}, {self.state}: {self._operations.inside} operations")
-            if self._machine.state is LinkState.CLOSED and self.requests.waiters:
-                raise AssertionError(f"{self._machine.name}: closed with {len(self.requests.waiters)} waiting callers")
+            if self._machine.state is LinkState.CLOSED and self.requests.waiting:
+                raise AssertionError(f"{self._machine.name}: closed with {self.requests.waiting} waiting callers")

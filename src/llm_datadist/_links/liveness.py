@@ -58,6 +58,8 @@ class Heartbeat:
         for link in self._links():
             link.oversleep(overslept)
             try:
+                if link.channel is not None:
+                    link.channel.handle_late()
                 self._beat(link, now)
             except LLMException as error:
                 logger.info("no beat to %s: %s", link.peer, error)  # the channel is ending

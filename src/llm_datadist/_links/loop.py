@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
-from llm_datadist._native import BriefPoll, listen_for_input
+from llm_datadist._native import BriefPoll
 from llm_datadist._native.signals import do_what_was_put_off, hold_signals
 from llm_datadist._threads import Work
 from llm_datadist.errors import StateError
@@ -60,10 +60,9 @@ class _DirectSelector(selectors.EpollSelector):
         self._served[sock.fileno()] = callback
         self._outer.register(sock, select.EPOLLIN)
 
-    def listen(self, sock: socket.socket, *, listens: bool) -> None:
-        """Pause or resume a served ``sock``. Any thread; keeps the interpreter lock."""
-        if not self._outer.closed:
-            listen_for_input(self._outer.fileno(), sock.fileno(), listens)
+    def epoll(self) -> int:
+        """Return the descriptor of the epoll that reports served sockets."""
+        return self._outer.fileno()
 
     def dismiss(self, sock: socket.socket) -> None:
         """End :meth:`serve` before ``sock`` is closed. On the control thread, or after its end."""
@@ -140,7 +139,8 @@ class ControlLoop:
 
     def __init__(self) -> None:
         selector = _DirectSelector()
-        self.serve, self.listen, self.dismiss = selector.serve, selector.listen, selector.dismiss
+        self.serve, self.dismiss = selector.serve, selector.dismiss
+        self.epoll = selector.epoll
         self.expect, self.go_on = selector.expect, selector.go_on
         self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)

@@ -49,7 +49,6 @@ _ANSWER_MS: Final = 1000
 _CROSSING_POLL_MS: Final = 50
 #: Answers that are ignored if late, because they hold nothing.
 _FINAL: Final = Failed, UnlinkAck, GrantedOnly, Located, Verified, ClaimOver, Answer
-_ANSWERS: Final = messages.Resolved, messages.Claimed, messages.TransportSaid, *_FINAL
 _IGNORED: Final = (messages.Beat, *_FINAL)
 
 
@@ -348,8 +347,8 @@ class LinkManager:
 
     def _channel(self, new: NewLink) -> Channel:
         link = new.link
-        lost, answers = partial(self._on_channel_lost, link), partial(self._answers, link)
-        return Channel(self._control, new.sock, partial(self.dispatch, link), lost, answers, new.tls)
+        lost = partial(self._on_channel_lost, link)
+        return Channel(self._control, new.sock, partial(self.dispatch, link), lost, link.requests, new.tls)
 
     def _bring_up(self, new: NewLink, channel: Channel, old: Link | None) -> None:
         """Start a link of the table; end the one that it replaces. Raises LinkRefused."""
@@ -381,15 +380,10 @@ class LinkManager:
         who = "to" if origin.dialled else "by"
         logger.info("linked %s %s over %s: %s", who, link.peer, link.choice.name, link.choice.reason)
 
-    @staticmethod
-    def _answers(link: Link, message: messages.Message) -> bool:
-        """Deliver an answer. In the reader's thread."""
-        link.heard()
-        return isinstance(message, _ANSWERS) and link.requests.answer(message.id, message)
-
     def dispatch(self, link: Link, message: messages.Message) -> None:
-        """Handle a message. On the control thread."""
-        if link.ended or self._answers(link, message) or isinstance(message, _IGNORED):
+        """Handle a message that is no answer, or a late one. On the control thread."""
+        link.heard()
+        if link.ended or isinstance(message, _IGNORED):
             return
         if (handler := self._handlers.get(type(message))) is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed on an established link")

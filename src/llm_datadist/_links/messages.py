@@ -405,6 +405,9 @@ _TRANSPORT = SocketsDropped | TransportAsk | TransportSaid
 _GRANTS = Claim | Claimed | ClaimOver | ClaimEnded
 _USERS = Question | Answer
 AnyMessage = _HANDSHAKE | _LINK | _TRANSFER | _TRANSPORT | _GRANTS | _USERS
+_ANSWERS = Resolved, GrantedOnly, Failed, Located, Verified, UnlinkAck, TransportSaid, Claimed, ClaimOver, Answer
+#: Names of the messages that answer a request by its number.
+ANSWERS: Final = tuple(str(each.__struct_config__.tag) for each in _ANSWERS)
 #: Returns the payload of a frame.
 encode: Final = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 
 from llm_datadist import _native
 from llm_datadist._checks import HERE, require_process
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import LinkError, ProtocolError
 
 if TYPE_CHECKING:
@@ -216,64 +215,34 @@ class IntentWriter:
         self._page: NDArray[np.uint8] | None = page
         self._address: int = page.ctypes.data
         # A stack, because the owner scans up to the highest slot ever used.
-        self.free = deque(range(_native.WRITER_SLOTS, 0, -1))
+        self.free = list(range(_native.WRITER_SLOTS, 0, -1))
 
-    def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> WriteIntent:
-        """Announce a write, or a read, under guard slot ``guard``. The caller then compares the generation.
+    def announce(self, guard: int, deadline: Deadline, *, reading: bool = False) -> _native.WriteIntent:
+        """Return a context manager that announces a write, or a read, under guard slot ``guard``.
 
-        LinkError: the link is closed, here or by the owner. DeadlineExceeded: all 255 slots of the page were in use.
-        StateError: this is a forked child.
+        Its block compares the generation first. LinkError: the link is closed, here or by the owner. DeadlineExceeded:
+        all 255 slots of the page were in use. StateError: this is a forked child.
         """
         require_process(self.pid, "announce")
         if (page := self._page) is None:
             raise LinkError("the link is closed; link again", phase="copy")
         if not 0 < guard < _MAX_GUARD:
             raise ProtocolError(f"guard slot {guard} cannot be announced")
-        try:
-            slot = self.free.pop()
-        except IndexError:
-            slot = self._wait_for_slot(deadline)
-        intent = WriteIntent(self, page, self._address, slot)
-        if not _native.announce_writer(self._address, slot, 2 * guard + reading):
-            intent.end()
-            raise LinkError("the owner of the memory has closed the link: nothing may be written", phase="copy")
-        return intent
+        full = partial(self._wait_for_slot, deadline)
+        return _native.WriteIntent(self.free, page, self._address, 2 * guard + reading, full, _refuse)
 
     def close(self) -> None:
         """Refuse announcements; present ones keep the page mapped. Idempotent."""
         self._page = None
 
-    def _wait_for_slot(self, deadline: Deadline) -> int:
-        while deadline.poll(lambda: bool(self.free)):
-            with suppress(IndexError):  # another thread was faster
-                return self.free.pop()
-        raise deadline.error(f"{_native.WRITER_SLOTS} writes to this peer are already active", "copy")
+    def _wait_for_slot(self, deadline: Deadline) -> None:
+        if not deadline.poll(lambda: bool(self.free)):
+            raise deadline.error(f"{_native.WRITER_SLOTS} writes to this peer are already active", "copy")
 
 
-class WriteIntent:
-    """Announcement that lasts until :meth:`end`. Used by one thread."""
+class AnnouncementRefused(LinkError):
+    """Refusal by the owner of the memory."""
 
-    __slots__ = ("_address", "_intent_writer", "_page", "_slot")
 
-    def __init__(self, intent_writer: IntentWriter, page: NDArray[np.uint8], address: int, slot: int) -> None:
-        self._intent_writer = intent_writer
-        self._page: NDArray[np.uint8] | None = page  # keeps it mapped
-        self._address = address
-        self._slot = slot
-
-    def end(self) -> None:
-        """Tell the owner that the work is over, done or not. Idempotent, without effect in a forked child."""
-        if self._page is not None and HERE["pid"] == self._intent_writer.pid:
-            _native.retract_writer(self._address, self._slot)
-            self._page = None
-            self._intent_writer.free.append(self._slot)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.end()
-
-    @hold_signals
-    def __del__(self) -> None:
-        self.end()  # a signal handler's exception may have prevented it
+def _refuse() -> NoReturn:
+    raise AnnouncementRefused("the owner of the memory has closed the link: nothing may be written", phase="copy")

@@ -24,7 +24,7 @@
 #include "pool.hpp"
 #include "process.hpp"
 #include "signals_python.hpp"
-#include "socket_python.hpp"
+#include "stream_python.hpp"
 #include "unmap.hpp"
 #include "use_gate_python.hpp"
 #include "write_intents_python.hpp"
@@ -174,5 +174,5 @@ NB_MODULE(_native, m) {
     bind_writers(m);
     bind_digest(m);
     bind_signals(m);
-    bind_sockets(m);
+    bind_streams(m);
 }

@@ -1,9 +1,12 @@
+from _thread import LockType
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Generic, Literal, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 CHANGED: int
 """Status of a job: a guard had changed; read bytes are invalid, none were written."""
@@ -68,6 +71,17 @@ class UseGate:
     def is_open(self) -> bool: ...
     @property
     def inside(self) -> int: ...
+
+@final
+class Use(Generic[T]):
+    """Use of what a gate guards during a ``with`` block, which gets ``used``.
+
+    If the gate is shut, ``refuse`` raises. The last user of a shut gate calls ``last``.
+    """
+
+    def __init__(self, gate: UseGate, used: T, refuse: Callable[[], object], last: Callable[[], object]) -> None: ...
+    def __enter__(self) -> T: ...
+    def __exit__(self, *exc_info: object) -> None: ...
 
 class _Totals:
     @property
@@ -344,15 +358,21 @@ def advance_generation(address: int) -> int:
     ParamError: the address is null or misaligned.
     """
 
-def announce_writer(page: int, slot: int, what: int) -> bool:
-    """Show in the caller's slot that ``what`` is being written; return False, and retract, if the page is closed.
+@final
+class WriteIntent:
+    """Announcement in an intent page that lasts for a ``with`` block."""
 
-    After its full fence the owner finds the slot, or the caller loads the owner's new generation.
-    ParamError: no such slot, or an impossible address.
-    """
-
-def retract_writer(page: int, slot: int) -> None:
-    """Show the end of the work, after its stores. ParamError: as ``announce_writer``."""
+    def __init__(
+        self,
+        free: list[int],
+        page: NDArray[np.uint8],
+        address: int,
+        what: int,
+        full: Callable[[], object],
+        closed: Callable[[], object],
+    ) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...
 
 def close_writers(page: int) -> None:
     """Refuse new announcements. ParamError: an impossible address."""
@@ -410,6 +430,18 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
 
     ParamError: the handle has more than 65535 bytes.
     """
+
+def add_load(loads: dict[int, int], lane: int, nbytes: int) -> None:
+    """Add to the load of a lane, unless it has gone; atomic."""
+
+@final
+class LaneLoad:
+    """Load of one job on a lane for a ``with`` block; unless ``answered``, ``doubts[0]`` is at least the lane then."""
+
+    answered: bool
+    def __init__(self, loads: dict[int, int], lane: int, nbytes: int, doubts: list[int] | None) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc_info: object) -> None: ...
 
 @final
 class LentBlocks:
@@ -558,19 +590,109 @@ def do_what_was_put_off() -> None:
 def deliver_signals() -> None:
     """Run handlers of held signals, on the main thread; raise their exceptions."""
 
-def send_now(fd: int, data: bytes | bytearray) -> int:
-    """Send without waiting, under the GIL; return the bytes taken, all if the connection is broken."""
+@final
+class Requests:
+    """The callers of a link that wait for answers. Threads: any."""
+
+    late: list[bytes]
+    """Answers whose callers were cut off."""
+
+    def number(self) -> int:
+        """Return a new number."""
+
+    def close(self) -> None:
+        """Wake all callers without an answer; admit no more."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def waiting(self) -> int: ...
 
 @final
-class SocketInput:
-    """Input of one stream socket, which the caller keeps open."""
+class Waiter:
+    """A caller that waits for one answer, in a ``with`` block. If the requests are closed, it is done at once."""
 
-    def __init__(self, fd: int, most: int = 65536) -> None: ...
+    def __init__(self, requests: Requests) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exc_info: object) -> None: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def answer(self) -> bytes | None:
+        """The message; None without one."""
+
+    @property
+    def gate(self) -> LockType:
+        """Open once done."""
+
+@final
+class Stream:
+    """Frames on a stream socket, which the caller keeps open. One thread has the reader role, first its maker.
+
+    Each call is one step, for other threads and for signal handlers, except where it waits.
+    """
+
+    def __init__(self, fd: int, epoll: int, answers: Sequence[str], limit: int, most: int = 65536) -> None:
+        """``answers``: names of messages. ``limit``: bytes of one. ``most``: bytes received at once, at most 64 KiB."""
+
+    @property
+    def open(self) -> bool: ...
+    def shut(self) -> bool:
+        """Send nothing and admit no reader from now on; return False if that has been."""
+
+    def release(self) -> bool:
+        """Let the last reader close the socket; return True if nobody has the role."""
+
+    @property
+    def released(self) -> bool: ...
+    def send(self, data: bytes, now: bool = True) -> int | None:
+        """Send what the kernel takes ``now``; return the bytes that are kept, None once shut.
+
+        A broken connection takes all: reading reports it.
+        """
+
+    def flush(self) -> int:
+        """Send what was kept; return what is left."""
+
+    @property
+    def unsent(self) -> int: ...
+    def take_role(self) -> bool:
+        """Take the reader role; return False if another thread has it, or once shut."""
+
+    def leave_role(self) -> bool:
+        """Give the reader role up; return True if the socket is to be closed."""
+
+    @property
+    def held(self) -> bool: ...
+    def watch(self, watched: bool) -> None:
+        """Set whether the epoll reports input."""
+
+    def feed(self, data: bytes) -> None: ...
     def receive(self, seconds: float = 0.0) -> bytes | None:
-        """Return at most ``most`` bytes, never above 64 KiB.
+        """Return what comes in time: ``b""`` at the stream's end, None for nothing, or after a signal.
 
-        It is ``b""`` at the stream's end, None without input in time or after a signal. It releases the GIL only to
-        wait, first polling for 250 us while that pays. OSError: the connection is broken.
+        It first polls for 250 us while that pays. OSError: the connection is broken.
+        """
+
+    def deliver(self, requests: Requests) -> bool:
+        """Deliver leading answers; return True if no whole frame follows."""
+
+    def take(self) -> bytes | None:
+        """Return the first message, if it is complete. ParamError: it is too long."""
+
+    @property
+    def rest(self) -> int:
+        """Bytes that wait."""
+
+    def read_answers(
+        self, requests: Requests, waiter: Waiter, seconds: float, decrypt: Callable[[bytes], bytes] | None
+    ) -> bool | None:
+        """Take the role, and deliver answers until ``waiter`` is done; return after ``seconds`` or a signal.
+
+        None: another thread has the role. False: the control thread has to read what comes next. Errors: those of
+        ``decrypt``.
         """
 
 @final

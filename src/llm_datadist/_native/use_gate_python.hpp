@@ -1,4 +1,4 @@
-// Python bindings of gates, meters and timers.
+// Python bindings of gates and their uses, meters and timers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,6 +12,31 @@
 namespace datadist {
 
 namespace nb = nanobind;
+
+// Use of what a gate guards, in a `with` block, whose end no signal handler prevents. `refuse` raises if the gate is
+// shut. The last user of a shut gate calls `last`.
+class Use {
+public:
+    Use(nb::object gate, nb::object used, nb::object refuse, nb::object last)
+        : gate_(std::move(gate)), used_(std::move(used)), refuse_(std::move(refuse)), last_(std::move(last)) {}
+
+    nb::object enter() {
+        auto& gate = *nb::cast<UseGate*>(gate_);
+        while (!gate.try_enter()) refuse_();  // returns if the gate is open again
+        inside_ = true;
+        return used_;
+    }
+
+    void leave() {
+        auto& gate = *nb::cast<UseGate*>(gate_);
+        if (!std::exchange(inside_, false) || gate.try_leave() || gate.leave() != 0) return;
+        last_();
+    }
+
+private:
+    nb::object gate_, used_, refuse_, last_;
+    bool inside_ = false;
+};
 
 // Meter with durations by transport and failures by exception.
 class OperationMeter : public Meter {
@@ -92,6 +117,11 @@ inline void bind_counts(nb::module_& m) {
         .def("shut", &UseGate::shut)
         .def_prop_ro("is_open", &UseGate::is_open)
         .def_prop_ro("inside", &UseGate::inside);
+
+    nb::class_<Use>(m, "Use", nb::is_final())
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "gate"_a, "used"_a, "refuse"_a, "last"_a)
+        .def("__enter__", &Use::enter)
+        .def("__exit__", [](Use& use, nb::args) { use.leave(); });
 
     nb::class_<Meter>(m, "Meter", nb::is_final())
         .def(nb::init<>())

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "signals_python.hpp"
 #include "write_intents.hpp"
 
 namespace datadist {
@@ -26,20 +27,57 @@ inline nb::list py_find_writers(const PageAddresses& pages, std::vector<std::uin
     return out;
 }
 
+// Announcement in a slot of `page`, an array, in a `with` block, whose end no signal handler prevents. `free` is the list
+// of free slots. `full` waits for one, or raises; `closed` raises because the owner takes no announcement.
+class Intent {
+public:
+    Intent(nb::list free, nb::object page, std::uint64_t address, std::uint64_t what, nb::object full,
+           nb::object closed)
+        : free_(std::move(free)),
+          page_(std::move(page)),
+          address_(address),
+          what_(what),
+          full_(std::move(full)),
+          closed_(std::move(closed)) {}
+
+    void begin() {
+        while (free_.size() == 0) full_();
+        const auto last = static_cast<Py_ssize_t>(free_.size()) - 1;
+        slot_ = nb::cast<std::uint64_t>(free_[last]);
+        PyList_SetSlice(free_.ptr(), last, last + 1, nullptr);
+        if (announce(IntentPage(address_), slot_, what_)) return;
+        free_.append(std::exchange(slot_, 0));
+        closed_();
+    }
+
+    // In a forked child the announcement is the parent's.
+    void end() {
+        const std::uint64_t slot = std::exchange(slot_, 0);
+        if (slot == 0 || pid_ != own_pid) return;
+        retract(IntentPage(address_), slot);
+        free_.append(slot);
+        page_.reset();
+    }
+
+private:
+    nb::list free_;
+    nb::object page_;  // stays mapped until the end
+    std::uint64_t address_, what_;
+    std::uint64_t slot_ = 0;
+    nb::object full_, closed_;
+    pid_t pid_ = own_pid;
+};
+
 inline void bind_writers(nb::module_& m) {
     using namespace nb::literals;
 
     m.attr("WRITER_SLOTS") = writer_slots;
     m.attr("WRITER_PAGE_BYTES") = writer_page_bytes;
-    m.def(
-        "announce_writer",
-        [](std::uint64_t page, std::uint64_t slot, std::uint64_t what) {
-            return announce(IntentPage(page), slot, what);
-        },
-        "page"_a, "slot"_a, "what"_a);
-    m.def(
-        "retract_writer", [](std::uint64_t page, std::uint64_t slot) { retract(IntentPage(page), slot); }, "page"_a,
-        "slot"_a);
+    nb::class_<Intent>(m, "WriteIntent", nb::is_final())
+        .def(nb::init<nb::list, nb::object, std::uint64_t, std::uint64_t, nb::object, nb::object>(), "free"_a, "page"_a,
+             "address"_a, "what"_a, "full"_a, "closed"_a)
+        .def("__enter__", &Intent::begin)
+        .def("__exit__", [](Intent& intent, nb::args) { intent.end(); });
     m.def("close_writers", [](std::uint64_t page) { close_page(IntentPage(page)); }, "page"_a);
     m.def(
         "writer_sequence", [](std::uint64_t page, std::uint64_t slot) { return sequence_of(IntentPage(page), slot); },

@@ -17,6 +17,7 @@ from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._links.versions import READS_BY_KEY
 from llm_datadist._log import logger
+from llm_datadist._memory.write_intents import AnnouncementRefused
 from llm_datadist._native import Plan, steps
 from llm_datadist._transfer.access import granted_only
 from llm_datadist._transfer.checksum import Comparison
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._memory.write_intents import WriteIntent
-    from llm_datadist._native import CopyPool, Timer
+    from llm_datadist._native import CopyPool, Timer, WriteIntent
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
 
@@ -122,7 +122,7 @@ class Initiator:
         try:
             if steps.watch is not None:
                 steps.watch("link", self)
-            with self.links.get(op.name.cluster_id) as link:
+            with self.links.get(op.name.cluster_id).operation() as link:
                 try:
                     return self._run_over(link, op)
                 except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
@@ -194,34 +194,40 @@ class Initiator:
         elif remote.granted_only:
             text = f"{op.what}: {op.name}: {granted_only(remote.cache_id)}; pull with a grant of it"
             raise CacheMismatch(text, peer=link.peer.cluster_id)
-        able = link.connection.capabilities
         # Before the guards are compared, because the owner waits for announced copies only.
-        intent = _announce(link, op, remote) if op.push or able.announces_reads else None
+        if not (op.push or link.connection.capabilities.announces_reads):
+            return self._plan_and_copy(link, op, remote)
+        if (intent := _announce(link, op, remote)) is None:
+            return self._plan_and_copy(link, op, remote)
         try:
-            pair = remote.pair
-            if first := pair is None or pair.cache_id != op.local.cache_id:
-                comparable = able.same_addresses or not remote.tensors.private
-                same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
-                pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
-            if steps.watch is not None:
-                steps.watch("plan", link)
-            plan = op.make_plan(pair)
-            if first:
-                # A prediction equals a resolution that was compared.
-                if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
-                    if remote.guard_set is not None and not _current(link, op, remote):
-                        return None  # another cache than the one that is there now
-                    self._find_unlike(link, op, remote, difference)
-                remote.pair = pair
-            if remote.predicted:
-                if not is_one_request(plan):
-                    return None
-                remote.pin = remote.predicted  # the owner may have it from here on
-            if not self._copy(link, op, remote, plan):
+            with intent:
+                return self._plan_and_copy(link, op, remote)
+        except AnnouncementRefused as error:
+            raise link.lost_error(op.what, "copy") from error
+
+    def _plan_and_copy(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
+        able = link.connection.capabilities
+        pair = remote.pair
+        if first := pair is None or pair.cache_id != op.local.cache_id:
+            comparable = able.same_addresses or not remote.tensors.private
+            same_memory = comparable and op.local.storage.tensors.native.same_bases(remote.tensors.native)
+            pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
+        if steps.watch is not None:
+            steps.watch("plan", link)
+        plan = op.make_plan(pair)
+        if first:
+            # A prediction equals a resolution that was compared.
+            if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
+                if remote.guard_set is not None and not _current(link, op, remote):
+                    return None  # another cache than the one that is there now
+                self._find_unlike(link, op, remote, difference)
+            remote.pair = pair
+        if remote.predicted:
+            if not is_one_request(plan):
                 return None
-        finally:
-            if intent is not None:
-                intent.end()
+            remote.pin = remote.predicted  # the owner may have it from here on
+        if not self._copy(link, op, remote, plan):
+            return None
         if self.checksum:  # before the report, which ends the pin
             Comparison(link, op.local, remote, op.push, pair.same_memory, op.deadline, op.what, self.pool).verify(plan)
         elif remote.pin and able.remote_guards and not remote.predicted and is_one_request(plan):
@@ -248,50 +254,52 @@ class Initiator:
                 _judge_suspects(link, recovery, op.deadline)
             if op.push and recovery.doubts_writes:
                 _await_writes_given_up(link, recovery, op)
+        whole = True
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
-            try:
-                move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline, remote.guard_set)
-            except BaseException:
-                if op.push and recovery is not None and recovery.doubts_writes:
-                    _give_up_writes(link, recovery)
-                raise
+            move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline, remote.guard_set)
             if steps.watch is not None:
                 steps.watch("copied", link, op.push)
-        except DeadlineExceeded:
-            if recovery is not None and recovery.suspects:
-                link.last_question = link.ping()
-            raise
         except MemoryChanged as error:
             # Refused before the first byte. The next resolve finds the new place, or no cache.
             if remote.predicted and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
                 remote.pin = 0  # not pinned
             return False
-        except MemoryTorn as error:
-            _current(link, op, remote)  # raises if the peer has gone
-            link.caches.cached.clear()
-            raise TransferFailed(
-                f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
-                f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
-                peer=link.peer.cluster_id,
-                phase="copy",
-            ) from error
-        except (LinkError, TransferAborted) as error:
-            if not link.responds(op.deadline):
-                if not link.ended:
-                    op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
-                raise link.lost_error(op.what, "copy") from error
-            whole = False  # sockets beside the link broke, after any number of bytes
-        except MemoryError as error:
-            if isinstance(error, LLMException):
-                raise
-            raise TransferFailed(f"{op.what}: {error!r}; the bytes addressed are undefined", phase="copy") from error
-        else:
-            whole = True
+        except BaseException as error:  # noqa: BLE001 (raised again there)
+            _judge(link, op, remote, error)
+            whole = False
         if op.destination is not None:
             op.destination.record(link.peer, op.name, remote.cache_id)
         return whole
+
+
+def _judge(link: Link, op: TransferOp, remote: Resolution, error: BaseException) -> None:
+    """Raise the error of a transfer that may have moved bytes; return if it shall be tried again."""
+    recovery = remote.tensors.connection.recovery
+    if op.push and recovery is not None and recovery.doubts_writes:
+        _give_up_writes(link, recovery)
+    if isinstance(error, DeadlineExceeded):
+        if recovery is not None and recovery.suspects:
+            link.last_question = link.ping()
+    elif isinstance(error, MemoryTorn):
+        _current(link, op, remote)  # raises if the peer has gone
+        link.caches.cached.clear()
+        raise TransferFailed(
+            f"{op.what}: cache {remote.cache_id} of {link.peer} was freed, rebound or unregistered during the "
+            f"copy; the {'remote' if op.push else 'local'} bytes addressed are undefined",
+            peer=link.peer.cluster_id,
+            phase="copy",
+        ) from error
+    elif isinstance(error, (LinkError, TransferAborted)):
+        if link.responds(op.deadline):
+            return  # sockets beside the link broke, after any number of bytes
+        if not link.ended:
+            op.deadline.check(f"{op.what} from {link.peer}", "copy", link.peer.cluster_id)
+        raise link.lost_error(op.what, "copy") from error
+    elif isinstance(error, MemoryError) and not isinstance(error, LLMException):
+        raise TransferFailed(f"{op.what}: {error!r}; the bytes addressed are undefined", phase="copy") from error
+    raise error
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
@@ -303,7 +311,7 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
     key = op.name.key
     if known is None or key is None or op.push or op.grant is not None or READS_BY_KEY not in link.spoken.features:
         return None
-    number = FIRST_NAMED_PIN + next(link.requests.numbers)
+    number = FIRST_NAMED_PIN + link.requests.number()
     handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
     tensors = replace(known.tensors, handle=encode_handle(handle))
     return msgspec.structs.replace(

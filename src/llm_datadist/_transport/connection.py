@@ -6,7 +6,8 @@ import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, Self
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, NoReturn, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -22,7 +23,9 @@ from llm_datadist._native import (
     Meter,
     Plan,
     Tensors,
+    Use,
     UseGate,
+    WriteIntent,
     execute,
 )
 from llm_datadist._native.signals import hold_signals
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.write_intents import IntentWriter, WriteIntent
+    from llm_datadist._memory.write_intents import IntentWriter
     from llm_datadist.errors import DeadlineExceeded, LLMException
 
 
@@ -253,8 +256,7 @@ class Connection(AbstractContextManager["Connection"]):
         """
         if regions.ndim != 1 or regions.shape != offsets.shape:
             raise ParamError(f"map: regions and offsets must be 1-D and as long, got {regions.shape}, {offsets.shape}")
-        self._enter("map")
-        try:
+        with self._use("map"):
             named = sorted(set(regions.tolist()))
             bases = offsets if len(named) == 1 else offsets.copy()
             if NON_POOL in named and len(named) > 1 and not self.capabilities.same_addresses:
@@ -267,27 +269,22 @@ class Connection(AbstractContextManager["Connection"]):
                     chosen = regions == region
                     bases[chosen] = found.addresses(region, offsets[chosen], extent)
             return RemoteTensors(bases, extent, self, writable, named[:1] == [NON_POOL])
-        finally:
-            self._leave()
 
     def guards_unchanged(self, guards: GuardSet) -> bool:
         """Return True while every guard of :func:`guards_of` shows its generation. Raises LinkError once closed."""
-        self._enter("guards_unchanged")  # keeps the table mapped
-        try:
+        with self._use("guards_unchanged"):  # keeps the table mapped
             self._guards()
             return guards.unchanged()
-        finally:
-            self._leave()
 
     def announce(self, slot: int, deadline: Deadline, *, write: bool) -> WriteIntent | None:
-        """Announce a transfer in memory under guard ``slot``; None if its owner needs no announcement.
+        """Return a context manager that announces a transfer in memory under guard ``slot``; None if none is needed.
 
-        Until the caller ends it, the owner does not reuse that memory. Compare the generations after this call. Raises
-        LinkError if a side is closed, ProtocolError for an impossible slot number, DeadlineExceeded while the
-        intent page is full.
+        During its block the owner does not reuse that memory. Compare the generations in it. Raises, also at its
+        beginning: LinkError if a side is closed, ProtocolError for an impossible slot number, DeadlineExceeded while
+        the intent page is full.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
-            raise _unusable(self, "announce")
+            self._refuse("announce")
         # The owner waits for no reader: a generation fails it.
         if self.intent_writer is None or not (write or self.capabilities.announces_reads):
             return None
@@ -342,13 +339,17 @@ class Connection(AbstractContextManager["Connection"]):
         self._aborted = True
         self.close()
 
-    def _enter(self, call: str) -> None:
-        if self._pid != HERE["pid"] or not self._users.try_enter():
-            raise _unusable(self, call)
+    def _use(self, call: str) -> Use[Self]:
+        """Return a context manager for a running call; the last one after :meth:`close` releases everything."""
+        if self._pid != HERE["pid"]:
+            self._refuse(call)
+        return Use(self._users, self, partial(self._refuse, call), self._release)
 
-    def _leave(self) -> None:
-        if not self._users.try_leave() and self._users.leave() == 0:
-            self._release()
+    def _refuse(self, call: str) -> NoReturn:
+        what = f"{self.capabilities.name} connection"
+        if self._pid != HERE["pid"]:
+            raise StateError(f"{call}: this {what} belongs to process {self._pid}, not us")
+        raise LinkError(f"{call}: the {what} is closed; link again", phase="copy")
 
     def __enter__(self) -> Self:
         return self
@@ -386,26 +387,17 @@ class ServedConnection(Connection):
         raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")
 
 
-def _unusable(connection: Connection, call: str) -> StateError | LinkError:
-    what = f"{connection.capabilities.name} connection"
-    if connection._pid != HERE["pid"]:
-        return StateError(f"{call}: this {what} belongs to process {connection._pid}, not us")
-    return LinkError(f"{call}: the {what} is closed; link again", phase="copy")
-
-
 def guards_of(connection: Connection, promised: list[tuple[int, int]]) -> GuardSet:
     """Return guards, each a slot and its generation, for calls of this connection.
 
     Raises ProtocolError for a slot outside the peer's guard table, LinkError if the transport maps no guards.
     """
-    connection._enter("guards")
-    try:
+    with connection._use("guards"):
         guards = connection._guards()
-        return GuardSet(promised, SLOT_BYTES, guards.base, guards.nbytes)
-    except ParamError as error:
-        raise ProtocolError(str(error)) from error
-    finally:
-        connection._leave()
+        try:
+            return GuardSet(promised, SLOT_BYTES, guards.base, guards.nbytes)
+        except ParamError as error:
+            raise ProtocolError(str(error)) from error
 
 
 def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
@@ -424,14 +416,11 @@ def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:
     if transfer.remote.connection is not connection:
         text = f"{transfer.what}: the remote tensors were mapped by another connection; map them with this one"
         raise ParamError(text)
-    connection._enter("write" if transfer.write else "read")
-    try:
+    with connection._use("write" if transfer.write else "read"):
         if transfer.deadline.expired():
             raise transfer.deadline.error(f"{transfer.what} of {nbytes} bytes over {name}", "copy")
         connection._move(transfer)
         meter.add(nbytes)
-    finally:
-        connection._leave()
     if connection._aborted:
         what = transfer.what
         raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")

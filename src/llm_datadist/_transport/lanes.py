@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._native import LaneEngine, LaneEvent, LaneLost, ReadAsked, ReplyCache, WriteAsked, usable_cpus
+from llm_datadist._native import (
+    LaneEngine,
+    LaneEvent,
+    LaneLost,
+    ReadAsked,
+    ReplyCache,
+    WriteAsked,
+    add_load,
+    usable_cpus,
+)
 from llm_datadist._threads import Threads
 from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
 from llm_datadist._transport.moves import MoveOwner, answer, status_of
@@ -181,7 +190,7 @@ class LaneGroup:
         self.token = token  # admits lanes of the peer; empty if this side dials
         self.replies = ReplyCache()  # memory that the peer may use without asking the owner again
         self.secret = b""  # encrypts the lanes, unless empty; set before the peer gets the token
-        self.doubted = 0  # newest lane with a write that ended without the owner's answer; lanes count from 1
+        self.doubts = [0]  # newest lane with a write that ended without the owner's answer; lanes count from 1
         self.told = 0, 0  # newest lane when the owner was last told to drop all, and the Ping after that
         self.given_up = 0  # newest lane that the owner is known to have dropped
         self.reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None  # None if only the peer dials
@@ -225,34 +234,43 @@ class LaneGroup:
         ``large`` transfers leave out the oldest of several lanes. Both sides have the same order, unless one of them
         has not noticed yet that a lane is lost. With a ``deadline`` the call waits for a lane that the peer dials.
         """
-        if deadline is not None and kept is None and not self.loads:
-            deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
-        with self._lock:
-            lane = self._least(large=large) if kept is None else kept
-            if lane in self.loads:  # else it was lost, and fails the job
-                self.loads[lane] += nbytes
-            return lane
+        lane = self.choose(deadline, large=large) if kept is None else kept
+        add_load(self.loads, lane, nbytes)  # unless it was lost, which fails the job
+        return lane
 
-    def _least(self, *, large: bool) -> int:
-        """Under the lock."""
-        if not self.loads:
-            raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-        lanes = list(self.loads)
-        return min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__)
+    def choose(self, deadline: Deadline | None = None, *, large: bool = False) -> int:
+        """Return the lane with the smallest load, as :meth:`take`."""
+        if deadline is not None and not self.loads:
+            self._await_lane(deadline)
+        with self._lock:
+            if not self.loads:
+                raise PeerLost("no data lane to the peer is left; link again", phase="copy")
+            lanes = list(self.loads)
+            return min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__)
+
+    def _await_lane(self, deadline: Deadline) -> None:
+        deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
 
     def put(self, lane: int, nbytes: int, *, moved: bool = False, doubtful: bool = False) -> None:
         """Subtract ``nbytes`` from a lane's load.
 
         ``moved``: the lane has moved bytes. ``doubtful``: a write without the owner's answer.
         """
+        add_load(self.loads, lane, -nbytes)
         if moved:
-            self._moved[lane] = time.monotonic_ns()
-            self.suspects.discard(lane)
-        with self._lock:
-            if lane in self.loads:
-                self.loads[lane] -= nbytes
-            if doubtful:
-                self.doubted = max(self.doubted, lane)
+            self.moved(lane)
+        if doubtful:
+            self.doubts[0] = max(self.doubts[0], lane)
+
+    def moved(self, lane: int) -> None:
+        """Take note that a lane has moved bytes."""
+        self._moved[lane] = time.monotonic_ns()
+        self.suspects.discard(lane)
+
+    @property
+    def doubted(self) -> int:
+        """Newest lane with a write that ended without the owner's answer."""
+        return self.doubts[0]
 
     def add(self, lane: int) -> bool:
         """Add a new lane; return False if the group is closed."""
@@ -324,8 +342,7 @@ class LaneGroup:
         try:
             missing = self.wanted - len(self)
             if missing > 0 and not self.closed:
-                with deadline.without_handlers():
-                    self.owner.add(self, *self.reconnect(missing, deadline))
+                self.owner.add(self, *self.reconnect(missing, deadline))
         except LLMException:
             if not len(self):
                 raise

@@ -260,14 +260,9 @@ class SameHostConnection(Connection):
         return self.closed or not self._peer.alive()
 
     def watch(self) -> Watch | None:
-        with suppress(LinkError):  # closed
-            self._enter("watch")
-            try:
-                with suppress(OSError):  # no descriptor left
-                    pidfd = os.dup(self._peer.pidfd)
-                    return Watch(partial(readable, pidfd), partial(os.close, pidfd))
-            finally:
-                self._leave()
+        with suppress(LinkError, OSError), self._use("watch"):  # closed; no descriptor left
+            pidfd = os.dup(self._peer.pidfd)
+            return Watch(partial(readable, pidfd), partial(os.close, pidfd))
         return None
 
     def _guards(self) -> AddressRange:

@@ -12,7 +12,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, check_plan, encode_request, usable_cpus
+from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneLoad, Outcome, check_plan, encode_request, usable_cpus
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._transport.choose import Verdict
@@ -186,8 +186,8 @@ def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
     """Move a small transfer by one native call."""
     group, plan, remote, write = connection.group, transfer.plan, transfer.remote, transfer.write
     local, deadline, engine = transfer.local, transfer.deadline, group.owner.engine
-    lane = group.take(plan.nbytes, deadline)
-    try:
+    lane = group.choose(deadline)
+    with LaneLoad(group.loads, lane, plan.nbytes, group.doubts if write else None) as load:
         end = engine.move(
             lane,
             write,
@@ -199,13 +199,11 @@ def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
             deadline.expires_ns,
             deadline.cancelled,
         )
-    except BaseException:  # of a signal, which has ended the job
-        group.put(lane, plan.nbytes, doubtful=write)
-        raise
+        load.answered = end[0] in _ANSWERED
     if end[0] is Ending.GOOD:
-        group.put(lane, plan.nbytes, moved=True)
+        group.moved(lane)
     else:
-        _LaneTransfer(connection, transfer, engine).finish_only(_Part(0, lane, plan.nbytes), Outcome(*end))
+        _LaneTransfer(connection, transfer, engine).finish_only(lane, Outcome(*end))
 
 
 class _LaneTransfer:
@@ -249,9 +247,9 @@ class _LaneTransfer:
         finally:
             self._give_up()
 
-    def finish_only(self, part: _Part, outcome: Outcome) -> None:
+    def finish_only(self, lane: int, outcome: Outcome) -> None:
         """Account for the only part, and raise its error."""
-        self._ended(part, outcome)
+        self._ended(_Part(0, lane, 0), outcome)
         self._judge(outcome)
 
     def _judge(self, outcome: Outcome) -> None:
