@@ -73,7 +73,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[t
             peer = Peer(cluster_id=theirs, incarnation=theirs.to_bytes(16, "big"), pid=1, host="")
             origin = LinkOrigin(dialled=mine == 0, sequence=1, peer_sequence=1)
             pair.append(Link(peer, nothing, nothing, origin, Spoken(11, frozenset())))
-            pair[mine].ready(cast("Any", SimpleNamespace(reason="", send=partial(send, pair, 1 - mine))))
+            pair[mine].ready(
+                cast("Any", SimpleNamespace(reason="", send=partial(send, pair, 1 - mine), handle_late=lambda: None))
+            )
             ends[numbers[mine]].append(pair[mine])
 
     lose = Mock(side_effect=AssertionError("a link is lost"))
