@@ -116,7 +116,7 @@ class Probe:
     def unsent(self, peer: int) -> int:
         """Return how many bytes for a peer wait until its control connection has room."""
         channel: Any = self.link(peer).channel
-        return channel._stream.unsent
+        return int(channel._stream.unsent)
 
     @property
     def link_table(self) -> LinkTable:

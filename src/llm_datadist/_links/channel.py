@@ -103,7 +103,7 @@ class Channel:
         sock.setblocking(False)
         self._control = control
         self._socket = sock
-        self._on_message = on_message
+        self.on_message = on_message
         self._on_lost = on_lost
         self._requests = Requests() if requests is None else requests
         self._tls = tls
@@ -226,7 +226,7 @@ class Channel:
                     return False
                 message = self._stream.take()
                 assert message is not None, "deliver() has found it"
-                self._on_message(decode(message))
+                self.on_message(decode(message))
                 handled += 1
         except ParamError as error:  # of a frame that is too long
             self._fail(ProtocolError(str(error)))
@@ -246,7 +246,7 @@ class Channel:
         """Handle answers whose callers were cut off: they may hold a pin. On the control thread."""
         try:
             while self._requests.late and self._stream.open:
-                self._on_message(decode(self._requests.late.pop()))
+                self.on_message(decode(self._requests.late.pop()))
         except Exception as error:  # noqa: BLE001 (as above)
             self._fail(error)
 
