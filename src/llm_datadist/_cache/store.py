@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import struct
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -212,9 +211,14 @@ class CacheStore:
         if steps.watch is not None:
             steps.watch("use", self)
         entry = self.registry.lookup(cache_id, what)
-        return Use(entry.uses, entry, partial(self.registry.lookup, cache_id, what), partial(self._last_left, entry))
+        return Use(entry.uses, entry, self, what)
 
-    def _last_left(self, entry: Entry) -> None:
+    def refuse(self, entry: Entry, what: object) -> None:
+        """Raise CacheNotFound if the cache is being freed."""
+        self.registry.lookup(entry.cache_id, what)
+
+    def last_left(self, entry: Entry) -> None:
+        """Free a cache whose last use has ended."""
         self.apply(self.registry.last_left(entry))
 
     def deallocate(self, cache_id: int) -> None:

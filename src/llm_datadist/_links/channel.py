@@ -168,6 +168,8 @@ class Channel:
         if not self._stream.flush():
             self._flushing = False
             self._control.loop.remove_writer(self._socket.fileno())
+            if self._stream.unsent:  # since the flush; its sender has not seen the change
+                self._begin_flush()
         if self._paused and self._stream.unsent <= _PAUSE_BYTES:
             self._paused = False
             self._take_turn()
@@ -256,11 +258,12 @@ class Channel:
         while not waiter.done and not deadline.expired():
             try:
                 mine = self._stream.read_answers(self._requests, waiter, deadline.turn(), decrypt)
-            except (AuthFailed, MemoryError) as error:  # of `decrypt`: bytes are lost
+            except Exception as error:  # noqa: BLE001 (of `decrypt`, or a lack of memory: bytes are lost)
                 self.close(_reason(error))
                 break
-            if self._stream.released:
-                self.close_files()
+            finally:
+                if self._stream.released:
+                    self.close_files()
             if not mine:
                 if mine is not None:
                     self._inside(self._readable)  # another message, or the end

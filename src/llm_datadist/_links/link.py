@@ -231,12 +231,13 @@ class Link:
 
     def operation(self) -> Use[Self]:
         """Return a context manager for an operation: it raises NotLinked, or unlinking waits for its end."""
-        return Use(self._operations, self, self._refuse, self._last_left)
+        return Use(self._operations, self, self, None)
 
-    def _refuse(self) -> NoReturn:
+    def refuse(self, _: Link, __: None) -> NoReturn:
+        """Raise NotLinked."""
         raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
 
-    def _last_left(self) -> None:
+    def last_left(self, _: Link) -> None:
         """Wake a waiting unlink, or answer that of the peer."""
         with self._lock:
             self._idle.notify_all()
@@ -265,6 +266,7 @@ class Link:
             if meanwhile is not None:
                 meanwhile()
             channel.wait(waiter, deadline)
+            waiter.taken = True
         if waiter.answer is None:
             if self.ended:
                 raise self.lost_error(what, phase)

@@ -1,7 +1,7 @@
 from _thread import LockType
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Final, Generic, Literal, Self, TypeVar, final
+from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,14 +72,19 @@ class UseGate:
     @property
     def inside(self) -> int: ...
 
+class _Owner(Protocol):
+    def refuse(self, used: Any, what: Any, /) -> object: ...  # noqa: ANN401 (of any user)
+    def last_left(self, used: Any, /) -> object: ...  # noqa: ANN401 (as above)
+
 @final
 class Use(Generic[T]):
     """Use of what a gate guards during a ``with`` block, which gets ``used``.
 
-    If the gate is shut, ``refuse`` raises. The last user of a shut gate calls ``last``.
+    If the gate is shut, ``owner.refuse(used, what)`` raises. The last user of a shut gate calls
+    ``owner.last_left(used)``.
     """
 
-    def __init__(self, gate: UseGate, used: T, refuse: Callable[[], object], last: Callable[[], object]) -> None: ...
+    def __init__(self, gate: UseGate, used: T, owner: _Owner, what: object) -> None: ...
     def __enter__(self) -> T: ...
     def __exit__(self, *exc_info: object) -> None: ...
 
@@ -623,6 +628,9 @@ class Waiter:
     def answer(self) -> bytes | None:
         """The message; None without one."""
 
+    taken: bool
+    """Unless set, an exception in the block makes the answer one of ``Requests.late``."""
+
     @property
     def gate(self) -> LockType:
         """Open once done."""
@@ -631,7 +639,7 @@ class Waiter:
 class Stream:
     """Frames on a stream socket, which the caller keeps open. One thread has the reader role, first its maker.
 
-    Each call is one step, for other threads and for signal handlers, except where it waits.
+    Each call is one step, for other threads, except where it waits.
     """
 
     def __init__(self, fd: int, epoll: int, answers: Sequence[str], limit: int, most: int = 65536) -> None:

@@ -107,7 +107,7 @@ public:
     void end(bool cut) {
         Requests& requests = nb::cast<Requests&>(requests_);
         requests.end(number);
-        if (cut && !answer.is_none()) requests.late.append(answer);
+        if (cut && !taken && !answer.is_none()) requests.late.append(answer);
     }
 
     void wake(nb::object its_answer) {
@@ -118,6 +118,7 @@ public:
 
     const std::int64_t number;
     bool done = false;
+    bool taken = false;  // the answer needs no handling if the block is cut off
     nb::object answer = nb::none();  // bytes
     nb::object gate = nb::module_::import_("_thread").attr("allocate_lock")();
 
@@ -276,7 +277,7 @@ public:
     }
 
 private:
-    static constexpr std::size_t header_bytes = 4;
+    static constexpr std::size_t frame_header_bytes = 4;
 
     // A caller's reader role.
     struct Reading {
@@ -315,19 +316,19 @@ private:
 
     std::size_t length() const noexcept {
         std::size_t length = 0;
-        for (std::size_t i = 0; i < header_bytes; ++i) length = length << 8 | static_cast<unsigned char>(input_[begin_ + i]);
+        for (std::size_t i = 0; i < frame_header_bytes; ++i) length = length << 8 | static_cast<unsigned char>(input_[begin_ + i]);
         return length;
     }
 
-    bool too_long() const noexcept { return rest() >= header_bytes && length() > limit_; }
+    bool too_long() const noexcept { return rest() >= frame_header_bytes && length() > limit_; }
 
     std::optional<std::string_view> first() const noexcept {
-        if (rest() < header_bytes || too_long() || rest() - header_bytes < length()) return std::nullopt;
-        return std::string_view(input_).substr(begin_ + header_bytes, length());
+        if (rest() < frame_header_bytes || too_long() || rest() - frame_header_bytes < length()) return std::nullopt;
+        return std::string_view(input_).substr(begin_ + frame_header_bytes, length());
     }
 
     void pop(std::size_t size) {
-        begin_ += header_bytes + size;
+        begin_ += frame_header_bytes + size;
         if (begin_ < input_.size() && begin_ < most_bytes_received) return;
         input_.erase(0, begin_);
         begin_ = 0;
@@ -374,6 +375,7 @@ inline void bind_streams(nb::module_& m) {
         .def_ro("number", &Waiter::number)
         .def_ro("done", &Waiter::done)
         .def_ro("answer", &Waiter::answer)
+        .def_rw("taken", &Waiter::taken)
         .def_ro("gate", &Waiter::gate)
         .def("__enter__",
              [](nb::handle self) {

@@ -13,16 +13,16 @@ namespace datadist {
 
 namespace nb = nanobind;
 
-// Use of what a gate guards, in a `with` block, whose end no signal handler prevents. `refuse` raises if the gate is
-// shut. The last user of a shut gate calls `last`.
+// Use of what a gate guards, in a `with` block, whose end no signal handler prevents. `owner` has two methods:
+// refuse(used, what) raises if the gate is shut, last_left(used) is called by the last user of a shut gate.
 class Use {
 public:
-    Use(nb::object gate, nb::object used, nb::object refuse, nb::object last)
-        : gate_(std::move(gate)), used_(std::move(used)), refuse_(std::move(refuse)), last_(std::move(last)) {}
+    Use(nb::object gate, nb::object used, nb::object owner, nb::object what)
+        : gate_(std::move(gate)), used_(std::move(used)), owner_(std::move(owner)), what_(std::move(what)) {}
 
     nb::object enter() {
         auto& gate = *nb::cast<UseGate*>(gate_);
-        while (!gate.try_enter()) refuse_();  // returns if the gate is open again
+        while (!gate.try_enter()) owner_.attr("refuse")(used_, what_);  // returns if the gate is open again
         inside_ = true;
         return used_;
     }
@@ -30,11 +30,11 @@ public:
     void leave() {
         auto& gate = *nb::cast<UseGate*>(gate_);
         if (!std::exchange(inside_, false) || gate.try_leave() || gate.leave() != 0) return;
-        last_();
+        owner_.attr("last_left")(used_);
     }
 
 private:
-    nb::object gate_, used_, refuse_, last_;
+    nb::object gate_, used_, owner_, what_;
     bool inside_ = false;
 };
 
@@ -119,7 +119,8 @@ inline void bind_counts(nb::module_& m) {
         .def_prop_ro("inside", &UseGate::inside);
 
     nb::class_<Use>(m, "Use", nb::is_final())
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "gate"_a, "used"_a, "refuse"_a, "last"_a)
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "gate"_a, "used"_a, "owner"_a,
+             "what"_a.none())
         .def("__enter__", &Use::enter)
         .def("__exit__", [](Use& use, nb::args) { use.leave(); });
 

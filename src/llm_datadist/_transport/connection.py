@@ -6,7 +6,6 @@ import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, NoReturn, Protocol, Self
 
 import msgspec
@@ -284,7 +283,7 @@ class Connection(AbstractContextManager["Connection"]):
         the intent page is full.
         """
         if self._pid != HERE["pid"] or not self._users.is_open:
-            self._refuse("announce")
+            self.refuse(self, "announce")
         # The owner waits for no reader: a generation fails it.
         if self.intent_writer is None or not (write or self.capabilities.announces_reads):
             return None
@@ -342,10 +341,15 @@ class Connection(AbstractContextManager["Connection"]):
     def _use(self, call: str) -> Use[Self]:
         """Return a context manager for a running call; the last one after :meth:`close` releases everything."""
         if self._pid != HERE["pid"]:
-            self._refuse(call)
-        return Use(self._users, self, partial(self._refuse, call), self._release)
+            self.refuse(self, call)
+        return Use(self._users, self, self, call)
 
-    def _refuse(self, call: str) -> NoReturn:
+    def last_left(self, _: Connection) -> None:
+        """Release everything: no call runs any more."""
+        self._release()
+
+    def refuse(self, _: Connection, call: str) -> NoReturn:
+        """Raise LinkError or StateError."""
         what = f"{self.capabilities.name} connection"
         if self._pid != HERE["pid"]:
             raise StateError(f"{call}: this {what} belongs to process {self._pid}, not us")
