@@ -50,7 +50,7 @@ def _registry(probe: Probe, _: list[Link], undo: ExitStack) -> None:
     registry, end = probe.engine.store.registry, threading.Event()
     _hold(lock_of(registry), "the registry's lock", undo)
     _replace(
-        registry, "begin_use", lambda move: lambda *args: (end.wait(), move(*args))[1], undo
+        registry, "lookup", lambda move: lambda *args: (end.wait(), move(*args))[1], undo
     )  # which needs no lock where a cache can be found
     undo.callback(end.set)
 
