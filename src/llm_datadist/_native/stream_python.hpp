@@ -92,7 +92,8 @@ private:
 // A caller that waits for one answer, in a `with` block. `gate`, a lock, is open once there will be no other one.
 class Waiter {
 public:
-    explicit Waiter(nb::object requests) : number(nb::cast<Requests&>(requests).number()), requests_(std::move(requests)) {
+    explicit Waiter(nb::object requests)
+        : number(nb::cast<Requests&>(requests).number()), requests_(std::move(requests)) {
         gate.attr("acquire")();
     }
 
@@ -259,7 +260,8 @@ public:
 
     // For a caller. Reads answers for at most `seconds`, until `waiter` has its own; `decrypt`, unless None, makes bytes
     // of what is received. None if the role is not free; false if the control thread has to read what comes next.
-    std::optional<bool> read_answers(Requests& requests, const Waiter& waiter, double seconds, const nb::object& decrypt) {
+    std::optional<bool> read_answers(Requests& requests, const Waiter& waiter, double seconds,
+                                     const nb::object& decrypt) {
         if (!take_role()) return std::nullopt;
         const Reading reading(*this);
         const std::int64_t end = monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9);
@@ -316,7 +318,8 @@ private:
 
     std::size_t length() const noexcept {
         std::size_t length = 0;
-        for (std::size_t i = 0; i < frame_header_bytes; ++i) length = length << 8 | static_cast<unsigned char>(input_[begin_ + i]);
+        for (std::size_t i = 0; i < frame_header_bytes; ++i)
+            length = length << 8 | static_cast<unsigned char>(input_[begin_ + i]);
         return length;
     }
 

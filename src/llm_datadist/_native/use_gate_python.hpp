@@ -119,8 +119,7 @@ inline void bind_counts(nb::module_& m) {
         .def_prop_ro("inside", &UseGate::inside);
 
     nb::class_<Use>(m, "Use", nb::is_final())
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "gate"_a, "used"_a, "owner"_a,
-             "what"_a.none())
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "gate"_a, "used"_a, "owner"_a, "what"_a.none())
         .def("__enter__", &Use::enter)
         .def("__exit__", [](Use& use, nb::args) { use.leave(); });
 
