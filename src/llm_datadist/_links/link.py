@@ -276,6 +276,7 @@ class Link:
             answer = decode(waiter.answer)
         except ProtocolError as error:
             channel.close(str(error))
+            deadline.poll(lambda: self.ended)  # the control thread ends it
             raise self.lost_error(what, phase) from error
         if isinstance(answer, Failed):
             raise remote_failure(answer, self.peer.cluster_id, phase)
