@@ -436,8 +436,8 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
     ParamError: the handle has more than 65535 bytes.
     """
 
-def add_load(loads: dict[int, int], lane: int, nbytes: int) -> None:
-    """Add to the load of a lane, unless it has gone; atomic."""
+def add_load(loads: dict[int, int], lane: int, nbytes: int, doubts: list[int] | None = None) -> None:
+    """Add to the load of a lane, unless it has gone, and make ``doubts[0]`` at least the lane; atomic."""
 
 @final
 class LaneLoad:

@@ -170,24 +170,22 @@ inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, con
     return py_wait(engine, job, deadline_ns, cancelled);
 }
 
-inline void add_load(nb::dict loads, nb::handle lane, std::int64_t bytes) {
+// One step under the GIL: other threads change both, too. `doubts`, unless None a list of one number, is at least the lane
+// afterwards.
+inline void add_load(nb::dict loads, nb::handle lane, std::int64_t bytes, nb::object doubts) {
     if (loads.contains(lane)) loads[lane] = nb::int_(nb::cast<std::int64_t>(loads[lane]) + bytes);
+    if (!doubts.is_none() && nb::cast<std::int64_t>(doubts[0]) < nb::cast<std::int64_t>(lane)) doubts[0] = lane;
 }
 
-// Load of one job on a lane, in a `with` block, whose end no signal handler prevents. `doubts`, unless None a list of one
-// number, is at least the lane afterwards if the block has not set `answered`.
+// Load of one job on a lane, in a `with` block, whose end no signal handler prevents. `doubts` as above, unless the block
+// has set `answered`.
 class LaneLoad {
 public:
     LaneLoad(nb::dict loads, nb::object lane, std::int64_t bytes, nb::object doubts)
         : loads_(std::move(loads)), lane_(std::move(lane)), bytes_(bytes), doubts_(std::move(doubts)) {}
 
-    void begin() { add_load(loads_, lane_, bytes_); }
-
-    void end() {
-        add_load(loads_, lane_, -bytes_);
-        if (answered || doubts_.is_none()) return;
-        if (nb::cast<std::int64_t>(doubts_[0]) < nb::cast<std::int64_t>(lane_)) doubts_[0] = lane_;
-    }
+    void begin() { add_load(loads_, lane_, bytes_, nb::none()); }
+    void end() { add_load(loads_, lane_, -bytes_, answered ? nb::object(nb::none()) : doubts_); }
 
     bool answered = false;
 
@@ -246,7 +244,7 @@ void bind_lanes(nb::module_& m) {
             "hold", [](const PyLent& self, const MovePlan& plan) { return self.blocks->hold(plan.run_list()); },
             "plan"_a);
 
-    m.def("add_load", &add_load, "loads"_a, "lane"_a, "nbytes"_a);
+    m.def("add_load", &add_load, "loads"_a, "lane"_a, "nbytes"_a, "doubts"_a = nb::none());
     nb::class_<LaneLoad>(m, "LaneLoad", nb::is_final())
         .def(nb::init<nb::dict, nb::object, std::int64_t, nb::object>(), "loads"_a, "lane"_a, "nbytes"_a,
              "doubts"_a.none())

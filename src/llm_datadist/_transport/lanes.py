@@ -256,11 +256,9 @@ class LaneGroup:
 
         ``moved``: the lane has moved bytes. ``doubtful``: a write without the owner's answer.
         """
-        add_load(self.loads, lane, -nbytes)
+        add_load(self.loads, lane, -nbytes, self.doubts if doubtful else None)
         if moved:
             self.moved(lane)
-        if doubtful:
-            self.doubts[0] = max(self.doubts[0], lane)
 
     def moved(self, lane: int) -> None:
         """Take note that a lane has moved bytes."""
@@ -342,7 +340,8 @@ class LaneGroup:
         try:
             missing = self.wanted - len(self)
             if missing > 0 and not self.closed:
-                self.owner.add(self, *self.reconnect(missing, deadline))
+                with deadline.without_handlers():
+                    self.owner.add(self, *self.reconnect(missing, deadline))
         except LLMException:
             if not len(self):
                 raise
