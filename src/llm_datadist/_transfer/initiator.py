@@ -299,7 +299,10 @@ def _judge(link: Link, op: TransferOp, remote: Resolution, error: BaseException)
         raise link.lost_error(op.what, "copy") from error
     elif isinstance(error, MemoryError) and not isinstance(error, LLMException):
         raise TransferFailed(f"{op.what}: {error!r}; the bytes addressed are undefined", phase="copy") from error
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # or its traceback keeps this frame, which keeps it, and the memory of the call
 
 
 def _predicted(link: Link, op: TransferOp) -> Resolution | None:
