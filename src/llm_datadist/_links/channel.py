@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import ANSWERS, FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
-from llm_datadist._native import Requests, Stream, Waiter
+from llm_datadist._native import Stream
 from llm_datadist._transport.address import shut_down
 from llm_datadist.errors import AuthFailed, NotLinked, ParamError, ProtocolError, StateError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist._links.tls_session import TlsSession
+    from llm_datadist._native import Requests, Waiter
 
 #: Unsent bytes above which the peer is not read: answers could fill memory.
 _PAUSE_BYTES: Final = 1 << 20
@@ -97,7 +98,7 @@ class Channel:
         sock: socket.socket,
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
-        requests: Requests | None = None,
+        requests: Requests,
         tls: TlsSession | None = None,
     ) -> None:
         sock.setblocking(False)
@@ -105,7 +106,7 @@ class Channel:
         self._socket = sock
         self.on_message = on_message
         self._on_lost = on_lost
-        self._requests = Requests() if requests is None else requests
+        self._requests = requests
         self._tls = tls
         self._order = threading.Lock()  # of encrypted records
         # With the reader role, which the control thread keeps while `_parked`.
