@@ -1,21 +1,24 @@
-"""Interrupts: the handler of a signal that raises, in every call of the interface, at each instruction or at random.
+"""Interrupts: the handler of a signal that raises, in every call, at each instruction or at random.
 
 ``python -m faults interrupts`` runs all of it; ``test_interrupts.py`` a sample. The interrupted end lives in this
 process, because handlers run in the main thread of a process; its peer in another one.
 """
 
 import argparse
+import ctypes
 import logging
 import os
 import random
 import signal
-import sys
+import struct
+import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -37,15 +40,18 @@ from llm_datadist import (
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_SLOTS
 from llm_datadist._transport.tcp import TcpConnection
+from llm_datadist.store import StoreClient, StoreOptions, StoreServer
 from llm_datadist.testing.scene import residue, settled
+from tests.support.authority import Authority
 from tests.support.ends import ChildEnd, LocalEnd
+from tests.support.errands import interrupt_main, traced
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, info, link, links
 from tests.support.moves import Spec, make, picture, show, wait_until
 from tests.support.probe import instances
 from tests.support.world import World, make_config, small_pool
 
-TRANSPORTS: Final = ("shm", "cma", "tcp")
+TRANSPORTS: Final = ("shm", "cma", "tcp", "tls")
 #: A call that ends later than this after it began hangs.
 BOUND_SECONDS: Final = 10.0
 #: A call ends that long after an interrupt: 100 ms, and what a busy machine adds.
@@ -56,13 +62,20 @@ _WINDOWS: Final = 64  # each call has its own blocks, until all were used: bytes
 _BLOCKS: Final = 4
 _PACKAGE: Final = os.path.dirname(llm_datadist.__file__)
 _SERVED: Final = BlocksCacheKey(1, 0)
+_STORE: Final = 77
+_LIBC: Final = ctypes.CDLL(None)
+_SIGNALS: Final = (signal.SIGUSR1, signal.SIGALRM, signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(Exception):
-    """What the handler raises."""
+class Interrupted(ValueError):
+    """What the handler raises: no codec may take it for an error of its own."""
 
 
-def _interrupt(*_: object) -> None:
+_came: Final[list[int]] = []
+
+
+def _interrupt(number: int, _: object) -> None:
+    _came.append(number)
     raise Interrupted
 
 
@@ -73,6 +86,7 @@ class Scene:
     transport: str
     here: LocalEnd
     there: ChildEnd
+    authority: Authority
     window: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
@@ -80,16 +94,17 @@ class Scene:
     def __post_init__(self) -> None:
         self.world = self.here.world
         self.cm, self.caches, self.memory = self.world.cm, self.world.caches, self.world.memory
+        self.peer = info(1, self.there.port)
 
     @property
     def blocks(self) -> list[int]:
         return list(range(self.window * _BLOCKS, (self.window + 1) * _BLOCKS))
 
     def dial(self) -> None:
-        assert self.world.dd.link_clusters([info(1, self.there.port)], 5000) == SUCCESS
+        assert self.world.dd.link_clusters([self.peer], 5000) == SUCCESS
 
     def unlink(self, *, force: bool = False) -> None:
-        assert self.world.dd.unlink_clusters([info(1, self.there.port)], 5000, force=force) == SUCCESS
+        assert self.world.dd.unlink_clusters([self.peer], 5000, force=force) == SUCCESS
 
     def link(self) -> None:
         """Link, unless there is a link; a loss may be about to be noticed."""
@@ -143,16 +158,89 @@ def _nothing_is_sent_late(scene: Scene) -> None:
 
 
 def _init(scene: Scene) -> None:
-    dd = LLMDataDist(LLMRole.PROMPT, 3)
+    scene.memory["other"] = dd = LLMDataDist(LLMRole.PROMPT, 3)
     dd.init(make_config(listen_ip_info="127.0.0.1:0", **small_pool()))
-    scene.memory["other"] = dd
 
 
-def _init_is_undone(scene: Scene) -> None:
-    other = scene.memory.pop("other", None)
-    if other is not None:
-        other.finalize()
+def _finalize_other(scene: Scene) -> None:
+    scene.memory.pop("other").finalize()
     assert len(instances()) == 1, "an instance listens that nobody holds"
+
+
+# --- a prefix store ---------------------------------------------------------------------------------------------------
+def _serve_store(world: World, options: dict[str, str]) -> int:
+    world.memory["store"] = store = StoreServer(64 << 20, cluster_id=_STORE, namespaces=1, options=options)
+    return store.port
+
+
+def _end_store(world: World) -> None:
+    world.memory.pop("store").close()
+
+
+def _with_store(scene: Scene) -> StoreClient:
+    """Return the client of a store in the peer's process."""
+    client: StoreClient | None = scene.memory.get("client")
+    if client is None:
+        port = scene.there.do(_serve_store, _options(scene.transport, _STORE, scene.authority))
+        address = f"127.0.0.1:{port}"
+        client = StoreClient(scene.world.dd, address, bytes(32), StoreOptions(store_id=_STORE))
+        assert client.connect(BOUND_SECONDS)
+        scene.memory.update(client=client, saved=deque(maxlen=8))
+    return client
+
+
+def _before_save(scene: Scene) -> None:
+    """Write new bytes, which shall be saved under new keys."""
+    _with_store(scene)
+    bytes_ = []
+    for tensor in _tensors(scene.world, "source"):
+        tensor[scene.blocks] = np.frombuffer(random.randbytes(tensor[scene.blocks].nbytes), tensor.dtype).reshape(
+            tensor[scene.blocks].shape
+        )
+        bytes_.append(tensor[scene.blocks].copy())
+    scene.memory["saved"].append(([random.randbytes(8) for _ in scene.blocks], bytes_))
+
+
+def _save(scene: Scene) -> None:
+    keys, _ = scene.memory["saved"][-1]
+    scene.memory["client"].save(keys, scene.caches["source"], scene.blocks)
+
+
+def _hits_are_what_was_saved(scene: Scene) -> None:
+    """Whatever the caller has written since: a save that was interrupted stored the bytes of its time, or nothing."""
+    client = _with_store(scene)
+    for keys, bytes_ in scene.memory["saved"]:
+        hit = client.lookup(keys)
+        scene.counts["hits"] += len(hit)
+        at = scene.blocks[: len(hit)]
+        client.load(hit, scene.caches["kv"], at)
+        for got, given in zip(_tensors(scene.world, "kv"), bytes_, strict=True):
+            assert np.array_equal(got[at], given[: len(hit)]), "a hit has bytes that were written after the save"
+
+
+def _before_load(scene: Scene) -> None:
+    """Have a hit of all blocks."""
+    client, found = _with_store(scene), 0
+    while found < _BLOCKS:
+        if scene.memory["saved"]:
+            found = len(hit := client.lookup(scene.memory["saved"][-1][0]))
+            client.release(hit)
+        if found < _BLOCKS:
+            _before_save(scene)
+            _save(scene)
+
+
+def _load(scene: Scene) -> None:
+    client = scene.memory["client"]
+    client.load(client.lookup(scene.memory["saved"][-1][0]), scene.caches["kv"], scene.blocks)
+
+
+def _look_up(scene: Scene) -> None:
+    client = scene.memory["client"]
+    client.release(client.lookup(scene.memory["saved"][-1][0]))
+
+
+# --- the calls --------------------------------------------------------------------------------------------------------
 
 
 def _give_back(scene: Scene) -> None:
@@ -197,7 +285,8 @@ class Verb:
     writes: str | None = None  # the cache that it writes here, by the blocks of the window
     transports: Sequence[str] = TRANSPORTS
     rca: bool = True
-    # False where the caller loses a handle by an interrupt between the end of the call and its own next instruction.
+    # False where the caller loses a handle by an interrupt between the end of the call and its own next instruction: it
+    # is interrupted in its errand only.
     at_random: bool = True
 
 
@@ -217,7 +306,7 @@ VERBS: Final[dict[str, Verb]] = {
         lambda s: _send_layers(s, Always()).synchronize(int(BOUND_SECONDS * 1e3)), after=_join_task
     ),
     "transfer_cache_async, begun": Verb(_start_layers, after=_nothing_is_sent_late, at_random=False),
-    "init": Verb(_init, after=_init_is_undone, transports=_HERE, at_random=False),
+    "init": Verb(_init, after=_finalize_other, transports=_HERE, at_random=False),
     "copy_blocks": Verb(
         lambda s: s.cm.copy_blocks(
             s.caches["copied"], {block: [(block + 2 * _BLOCKS) % (_WINDOWS * _BLOCKS)] for block in s.blocks}
@@ -246,7 +335,20 @@ VERBS: Final[dict[str, Verb]] = {
     "link_clusters": Verb(Scene.dial, before=_apart),
     "unlink_clusters": Verb(Scene.unlink, before=Scene.link),
     "unlink_clusters, forced": Verb(lambda s: s.unlink(force=True), before=Scene.link),
+    "save": Verb(_save, before=_before_save, after=_hits_are_what_was_saved, writes="source", rca=False),
+    "load": Verb(_load, before=_before_load, writes="kv", rca=False),
+    "lookup": Verb(_look_up, before=_before_load, rca=False),
 }
+
+
+def _options(transport: str, cluster_id: int, authority: Authority) -> dict[str, str]:
+    match transport:
+        case "cma":
+            return {}
+        case "tls":
+            return {"llm.Transport": "tcp"} | authority.issue(str(cluster_id), [cluster_id])
+        case _:
+            return {"llm.Transport": transport}
 
 
 @contextmanager
@@ -256,15 +358,18 @@ def interrupted_end(transport: str, *, rca: bool = True) -> Iterator[Scene]:
     before = residue()
     memory = "private" if transport == "cma" else "pool"
     spec = Spec(tensors=2, rows=_WINDOWS * _BLOCKS, stride=4096, blocks=True, memory=memory)
-    handler = signal.signal(signal.SIGUSR1, _interrupt)
+    handlers = [signal.signal(each, _interrupt) for each in _SIGNALS]
+    folder = tempfile.TemporaryDirectory()
+    authority = Authority(Path(folder.name))
     try:
         for end, role, cluster_id in ((there, "PROMPT", 1), (here, "DECODER", 2)):
             end.start(
                 role,
                 cluster_id,
                 listen_ip_info="127.0.0.1:0",
+                sync_kv_timeout=4000,  # a pin that an interrupt leaves ends two seconds after it
                 enable_remote_cache_accessible=rca,
-                extra={} if transport == "cma" else {"llm.Transport": transport},
+                extra=_options(transport, cluster_id, authority),
             )
         there.do(make, "served", replace(spec, blocks_key=_SERVED), 3)
         here.do(make, "kv", spec, 5)
@@ -272,11 +377,16 @@ def interrupted_end(transport: str, *, rca: bool = True) -> Iterator[Scene]:
         here.do(make, "source", spec, 7)
         here.do(make, "host", replace(spec, memory="pool", placement=Placement.HOST), 8)
         here.do(make, "row", Spec(rows=1, stride=4096), 9)
-        scene = Scene(transport, here, there)
+        scene = Scene(transport, here, there, authority)
         scene.link()
         yield scene
     finally:
-        signal.signal(signal.SIGUSR1, handler)
+        folder.cleanup()
+        for number, handler in zip(_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+        if (client := here.world.memory.pop("client", None)) is not None:
+            client.close()
+            there.do(_end_store)
         here.stop()
         there.stop()
         left = settled(before)
@@ -289,6 +399,7 @@ class Walk:
 
     def __init__(self, scene: Scene, verb: Verb) -> None:
         self.scene, self.verb = scene, verb
+        self._kept: Interrupted | None = None
         self._written: list[list[int]] = []  # windows that were written over after an interrupt
         self._prepare()
         verb.call(scene)
@@ -317,7 +428,8 @@ class Walk:
         try:
             interrupt(lambda: self.verb.call(scene))
             scene.counts["done"] += 1
-        except Interrupted:
+        except Interrupted as error:
+            self._kept = error  # with its frames, as a caller may
             scene.counts["interrupted"] += 1
             if self.verb.writes is not None:  # use the memory of the interrupted call at once, as its caller may
                 for tensor in _tensors(scene.world, self.verb.writes):
@@ -354,9 +466,9 @@ class Walk:
 
     def _picture(self) -> Any:
         here = picture(self.scene.world)
-        return replace(
-            here, links=tuple((each.remote_cluster_id, each.state) for each in here.links), quarantined_bytes=0
-        )
+        links = tuple((each.remote_cluster_id, each.state) for each in here.links)
+        grants = replace(here.grants, released=0, expired=0, revoked=0, lost=0)
+        return replace(here, links=links, grants=grants, quarantined_bytes=0)
 
 
 def _tensors(world: World, name: str) -> list[Any]:
@@ -382,39 +494,47 @@ def _busy(world: World) -> list[str]:
 
 
 class AtInstruction:
-    """Sends a signal at the n-th instruction of the library that a call runs in this thread."""
+    """Interrupts a call at the n-th instruction of the library that it runs, in this thread or in its errands.
 
-    def __init__(self, wanted: int) -> None:
+    In this thread soon after it: the interpreter runs no handler between some instructions, but a trace function does.
+    """
+
+    def __init__(self, wanted: int, *, here: bool) -> None:
         self._wanted = wanted
+        self._here = here  # else in errands only
         self.seen = 0
 
     def __call__(self, function: Callable[[], object]) -> None:
-        sys.settrace(self._trace)
+        _came.clear()
         try:
-            function()
+            with traced(self._trace):
+                function()
         finally:
-            sys.settrace(None)
+            _silence(lambda: signal.setitimer(signal.ITIMER_REAL, 0))
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        errand = threading.current_thread() is not threading.main_thread()
+        if not (frame.f_code.co_filename.startswith(_PACKAGE) and (errand or self._here)):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             self.seen += 1
-            if self.seen == self._wanted:
-                signal.raise_signal(signal.SIGUSR1)
+            if self.seen == self._wanted and errand:
+                interrupt_main(signal.SIGUSR1, lambda: bool(_came))
+            elif self.seen == self._wanted:
+                signal.setitimer(signal.ITIMER_REAL, 3e-5)
         return self._trace
 
 
 def instructions(scene: Scene, verb: Verb) -> int:
-    """Return how many instructions of the library one call of a verb runs in its caller's thread."""
-    counted = AtInstruction(0)
+    """Return how many instructions of the library one call of a verb runs for its caller."""
+    counted = AtInstruction(0, here=verb.at_random)
     Walk(scene, verb).all([counted])
     return counted.seen
 
 
 def at_each_instruction(scene: Scene, verb: Verb, points: Iterable[int]) -> None:
-    Walk(scene, verb).all(map(AtInstruction, points))
+    Walk(scene, verb).all(AtInstruction(point, here=verb.at_random) for point in points)
 
 
 def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> None:
@@ -424,27 +544,39 @@ def at_random(scene: Scene, verb: Verb, times: int, source: random.Random) -> No
     for _ in range(20):
         walk.run(lambda function: function())
     mean = (time.perf_counter() - since) / 20
-    handler = signal.signal(signal.SIGALRM, _interrupt)
+    bells = [Bell(signal.SIGINT), Bell(signal.SIGTERM)]
 
     def ring(function: Callable[[], object]) -> None:
+        bell = source.choice(bells)
         try:
-            signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-6, 1.2 * mean))
+            bell.set(source.uniform(1e-6, 1.2 * mean))
             function()
         finally:
-            _silence()
+            _silence(lambda: bell.set(0))
 
+    walk.all([ring] * times)
+
+
+class Bell:
+    """A timer of the kernel that sends this process a signal; it lives as long as the process."""
+
+    def __init__(self, number: int) -> None:
+        self._timer = ctypes.c_void_p()
+        event = struct.pack("QiI48x", 0, number, 0)  # struct sigevent: SIGEV_SIGNAL
+        assert _LIBC.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)) == 0
+
+    def set(self, seconds: float) -> None:
+        """Ring once after so many seconds; 0 ends it."""
+        value = struct.pack("4q", 0, 0, int(seconds), int(seconds % 1 * 1e9))
+        assert _LIBC.timer_settime(self._timer, 0, value, None) == 0
+
+
+def _silence(stop: Callable[[], object]) -> None:
+    """Stop a timer, which may ring while it is being stopped."""
     try:
-        walk.all([ring] * times)
-    finally:
-        signal.signal(signal.SIGALRM, handler)
-
-
-def _silence() -> None:
-    """Stop the timer, which may ring while it is being stopped."""
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        stop()
     except Interrupted:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        stop()
         raise
 
 
@@ -454,6 +586,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     logging.getLogger("LLM_DATADIST").setLevel(logging.ERROR)
     source = random.Random(seed)
     rows = [(each, name) for each in options.transport for name in options.verb if each in VERBS[name].transports]
+    moments = options.random // max(1, sum(VERBS[name].at_random for _, name in rows)) + 1
     for transport, name in rows:
         verb = VERBS[name]
         with interrupted_end(transport, rca=verb.rca) as scene:
@@ -461,7 +594,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             points = range(1 + source.randrange(options.every), count + 1, options.every)
             at_each_instruction(scene, verb, points)
             if verb.at_random:
-                at_random(scene, verb, options.random // len(rows), source)
+                at_random(scene, verb, moments, source)
             counts = f"{dict(scene.counts)}, slowest {scene.slowest:.3f} s"
             yield f"{transport:4} {name:24} {count:5} instructions, {counts}", True
     yield "0 late bytes, 0 hangs, nothing left behind", True

@@ -25,8 +25,17 @@ _QUIET: Final = frozenset(
     {"allocate", "register", "deallocate", "unregister", "statistics", "explain", "transfer_cache_async"}
 )
 _SECONDS: Final = (5e-5, 2e-2)
-#: Callbacks of weak references are in these files: what a handler raises in one is lost.
+#: Callbacks of weak references are in these files.
 _LOSING: Final = {_weakrefset.__file__, weakref.__file__}
+
+
+def _loses(frame: FrameType | None) -> bool:
+    """Return True in a finalizer, or a callback of a weak reference: what a handler raises there is lost."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in _LOSING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Bell:
@@ -52,7 +61,7 @@ class Bell:
                 late(time.monotonic() - self._rung)
 
     def _ring(self, _: int, frame: FrameType | None) -> None:
-        if self._armed and frame is not None and frame.f_code.co_filename in _LOSING:
+        if self._armed and _loses(frame):
             signal.setitimer(signal.ITIMER_REAL, _SECONDS[0])
         elif self._armed:
             self._armed = False

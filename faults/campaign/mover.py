@@ -17,7 +17,6 @@ from faults.campaign.journal import Cancelled, Interrupted, Scene
 from faults.campaign.memory import Destination, Found, Kind, Stamp, Words, close_all, difference, pattern, stamp_of
 from faults.campaign.producer import blocks_key, prefix_of, pusher_of, request_of
 from faults.campaign.schedule import MOVERS
-from llm_datadist._native.signals import hold_signals
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.errors import CacheNotFound, ChecksumMismatch, LLMException
 from llm_datadist.types.grant import Grant
@@ -414,7 +413,6 @@ class _Litter:
         self._me = self
         self._cm, self._grant, self._cache = cm, grant, cache
 
-    @hold_signals  # what a handler raises in a finalizer is lost, and so is the rest of this one
     def __del__(self) -> None:
         with suppress(LLMException):  # finalized before
             self._grant.revoke()

@@ -34,7 +34,7 @@ from faults.harness import holds_within
 from faults.limits import few_descriptors, few_threads
 from faults.stalls import stall
 from llm_datadist import LLMStatusCode
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LLMException, StateError
 from tests.support.linking import info
 from tests.support.world import World, make_config, residue, settled
@@ -187,7 +187,7 @@ def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractCo
             time.sleep(seconds)
 
     # As a call of the library: a finalizer that runs in this thread would wait for the lock that it holds.
-    life.start(name, hold_signals(run))
+    life.start(name, public_call(run))
 
 
 def limit(world: World, what: str, free: int, seconds: float) -> None:

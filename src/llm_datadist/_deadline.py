@@ -1,6 +1,6 @@
 """Deadline of one public call, and its waits: turns of at most 50 ms.
 
-Between turns, without a lock, signal handlers run and may raise, and a cancellation is noticed.
+Between turns a cancellation is noticed, and that a signal handler has raised.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import select
 import time
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from llm_datadist._native import NO_DEADLINE, deliver_signals
+from llm_datadist._native import NO_DEADLINE, check_signals
 from llm_datadist.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     import socket
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 T = TypeVar("T")
 
@@ -36,12 +35,11 @@ class Deadline:
         cancelled: Byte for native loops, not 0 after :meth:`cancel`; None if not cancellable.
     """
 
-    __slots__ = ("_quiet", "_started_ns", "budget_ms", "cancelled", "expires_ns")
+    __slots__ = ("_started_ns", "budget_ms", "cancelled", "expires_ns")
 
     def __init__(self, budget_ms: int, *, cancellable: bool = False) -> None:
         self.budget_ms = budget_ms
         self.cancelled = bytearray(1) if cancellable else None
-        self._quiet = False
         self._started_ns = time.monotonic_ns()
         self.expires_ns = min(self._started_ns + budget_ms * _NS_PER_MS, NO_DEADLINE)
 
@@ -50,25 +48,12 @@ class Deadline:
         return max(0, self.expires_ns - time.monotonic_ns()) / 1e9
 
     def next_turn(self) -> float:
-        """Run signal handlers; return the seconds of the next turn.
-
-        The caller holds no lock and no reader role, unless inside :meth:`without_handlers`.
-        """
-        if not self._quiet:
-            deliver_signals()
+        """Return the seconds of the next turn; raise if a signal handler has raised."""
+        check_signals()
         return self.turn()
 
-    @contextmanager
-    def without_handlers(self) -> Iterator[None]:
-        """Hold signal handlers back in waits under a lock, which a handler's own calls could want."""
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
-
     def turn(self) -> float:
-        """Return the seconds of a turn before which no signal handler runs."""
+        """Return the seconds of a turn before which no signal is looked for."""
         return min(self.remaining(), _LONGEST_TURN_S)
 
     def remaining_ms(self) -> int:
@@ -143,7 +128,7 @@ def wait_all(futures: list[Future[T]], cancel: Callable[[], object]) -> list[T]:
     """
     try:
         while wait(futures, _LONGEST_TURN_S).not_done:
-            deliver_signals()
+            check_signals()
     except BaseException:
         cancel()
         wait(futures)

@@ -16,7 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Threads(AbstractContextManager["Threads"]):
             self._do(work)
             del work  # it may hold memory that its caller wants to free
 
-    @hold_signals
+    @public_call
     def _do(self, work: Work[Any]) -> None:
         work.run()
         with self._lock:

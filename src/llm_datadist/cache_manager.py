@@ -13,12 +13,12 @@ from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.plan import NONCE_BYTES
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._native.public_call import public_calls
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
 from llm_datadist._transfer.checksum import digest_blocks
-from llm_datadist._transfer.grants import check_token, claim_grant, give_back, release_grant
+from llm_datadist._transfer.grants import check_token, claim_grant, release_grant
 from llm_datadist.errors import NotLinked, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
@@ -33,13 +33,8 @@ if TYPE_CHECKING:
     from llm_datadist.types.grant import Grant
 
 
-@public_calls_hold_signals(
-    allocate_cache="_discard",
-    allocate_blocks_cache="_discard",
-    register_cache="_unregister",
-    register_blocks_cache="_unregister",
-    claim_grant="_give_back",
-    transfer_cache_async="_stop",
+@public_calls(
+    here=("copy_cache", "copy_blocks", "swap_blocks", "pull_cache", "pull_blocks", "push_cache", "push_blocks")
 )
 class CacheManager(EngineUser):
     """Caches of one LLMDataDist; ``LLMDataDist.cache_manager`` returns it.
@@ -197,10 +192,6 @@ class CacheManager(EngineUser):
                 geometry, addresses, keys, remote_accessible=accessible, granted_only=any(only)
             )
         return calls.new_handle(engine, entry, cache_desc)
-
-    def _unregister(self, cache: Cache) -> None:
-        """Undo a registration whose caller never gets the handle."""
-        self._of.store.unregister(cache.cache_id, self._of.deadline())
 
     def unregister_cache(self, cache_id: int) -> None:
         """Unregister a cache and its keys; then no peer and no call uses the memory.
@@ -466,8 +457,6 @@ class CacheManager(EngineUser):
                 engine.store, engine.initiator.pool, cache_id, numbers, key, engine.deadline()
             )
         return digests
-
-    _give_back = staticmethod(give_back)  # for a claim whose caller never gets the grant
 
     @blocking
     def push_cache(

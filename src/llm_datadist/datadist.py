@@ -30,8 +30,14 @@ from llm_datadist._checks import (
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
-from llm_datadist._native._native import inside_another_call
-from llm_datadist._native.signals import hold_signals, public_calls_hold_signals, put_off, require_outermost
+from llm_datadist._native.public_call import (
+    elsewhere,
+    inside_another_call,
+    public_call,
+    public_calls,
+    put_off,
+    require_outermost,
+)
 from llm_datadist._transfer import linking, questions
 from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
@@ -60,7 +66,7 @@ _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
 
 
-@public_calls_hold_signals(whole=("init", "finalize", "switch_role"), init="_undo_init", link="_unlink")
+@public_calls(here=("link_clusters", "unlink_clusters", "ask"), whole=("init", "finalize", "switch_role"))
 class LLMDataDist:
     """One instance: links to peers, and publishes and moves KV caches.
 
@@ -110,8 +116,7 @@ class LLMDataDist:
         """
         life = self._life
         with life.changing("init"):
-            life.init_undoable = life.engine is None
-            if not life.init_undoable:
+            if life.engine is not None:
                 return
             parsed = Options.parse(options, self._role)
             engine_type, manager_type = _import_late(parsed)
@@ -122,11 +127,6 @@ class LLMDataDist:
                 Life.all.append(self)
                 LLMDataDist.llm_engine_instance = self
             logger.info("%r initialised", self)
-
-    def _undo_init(self, _: None) -> None:
-        """Undo an ``init`` that a signal handler's exception interrupted."""
-        if self._life.init_undoable:
-            tear_down(self)
 
     def finalize(self) -> None:
         """Close links, listener, pools and tables; peers are told, and not waited for.
@@ -147,7 +147,7 @@ class LLMDataDist:
         """The cluster id given to the constructor."""
         return self._cluster_id
 
-    @hold_signals
+    @public_call
     def __repr__(self) -> str:
         engine = self._life.engine
         state = "not initialised" if engine is None else f"{len(engine.links.all())} links"
@@ -175,7 +175,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._linking(clusters, timeout)(Deadline(timeout, cancellable=True)).tell()
+        return elsewhere(self._linking(clusters, timeout))(Deadline(timeout, cancellable=True)).tell()
 
     def link_clusters_async(self, clusters: Clusters, timeout: int = 3000) -> AwaitedStatuses:
         """Await :meth:`link_clusters`. Argument errors are raised at once. An extension.
@@ -216,7 +216,7 @@ class LLMDataDist:
 
         Source: interface §3.4, §8.
         """
-        return self._unlinking(clusters, timeout, force)(Deadline(timeout, cancellable=True)).tell()
+        return elsewhere(self._unlinking(clusters, timeout, force))(Deadline(timeout, cancellable=True)).tell()
 
     def unlink_clusters_async(self, clusters: Clusters, timeout: int = 3000, force: bool = False) -> AwaitedStatuses:
         """Await :meth:`unlink_clusters`, as :meth:`link_clusters_async`. An extension.
@@ -485,7 +485,6 @@ class Life:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.manager: CacheManager | KvCacheManager | None = None
-        self.init_undoable = False  # until another init() has found it initialised
         #: At most one. No lock: user code runs meanwhile, as loggers, devices and callbacks of lost peers.
         self.changes: dict[None, tuple[str, int, threading.Event]] = {}  # call, thread, whether it is over
         Life.known.add(self)

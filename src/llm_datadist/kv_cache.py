@@ -9,7 +9,6 @@ import numpy as np
 
 from llm_datadist._checks import Attribute, check_int, check_int64, check_rule, check_type, type_error
 from llm_datadist._memory.segment import ExternalSegment
-from llm_datadist._native.signals import hold_signals
 from llm_datadist.errors import ParamError
 from llm_datadist.types.data_type import DataType, canonical_type, np_dtype_to_dtype
 from llm_datadist.types.descriptors import Cache, CacheDesc
@@ -88,7 +87,6 @@ class KvCache:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r}: it is of this process and cannot be pickled; others name a cache by its key")
 
-    @hold_signals
     def __del__(self) -> None:
         # The garbage collector calls this in any thread, under any lock, so it takes none.
         if self._forgotten is not None and self._cache.tensor_addrs:

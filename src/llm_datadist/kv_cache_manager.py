@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_int32, check_rule, check_type
 from llm_datadist._native import parse_blocks
-from llm_datadist._native.signals import public_calls_hold_signals
+from llm_datadist._native.public_call import public_calls, whole
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, transfer_call
@@ -52,7 +53,7 @@ _ARGUMENTS: Final[Rules] = {
 }
 
 
-@public_calls_hold_signals(allocate_cache="_discard", allocate_blocks_cache="_discard", transfer_cache_async="_stop")
+@public_calls(here=("copy_cache", "copy_blocks", "swap_blocks", "pull_cache", "pull_blocks"))
 class KvCacheManager(EngineUser):
     """Caches of one LLMDataDist in v1 mode; ``LLMDataDist.kv_cache_manager`` returns it.
 
@@ -79,13 +80,18 @@ class KvCacheManager(EngineUser):
     @property
     def _engine(self) -> Engine:
         engine = super()._engine
-        while self._forgotten:
-            try:
-                cache_id = self._forgotten.popleft()
-            except IndexError:  # another thread was quicker
-                break
-            engine.store.deallocate(cache_id)
+        if self._forgotten:
+            self._deallocate_forgotten(engine)
         return engine
+
+    @whole
+    def _deallocate_forgotten(self, engine: Engine) -> None:
+        with suppress(IndexError):  # another thread was quicker
+            while True:
+                engine.store.deallocate(self._forgotten.popleft())
+
+    def _cut_off(self, result: object) -> None:
+        super()._cut_off(cache_of(result) if isinstance(result, KvCache) else result)
 
     def _require_role(self, call: str, role: LLMRole) -> None:
         now = self._of.options.role

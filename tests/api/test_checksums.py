@@ -526,9 +526,9 @@ def full(
             seen.append(message)
         handle(message)
 
-    def noted(message: Message, *args: Any) -> Any:
+    def noted(message: Message, *args: Any, **named: Any) -> Any:
         asked.append(message)
-        return send(message, *args)
+        return send(message, *args, **named)
 
     link.channel.on_message = note
     try:

@@ -28,6 +28,7 @@ from llm_datadist.errors import CacheNotFound, LinkRefused, LLMException, NotLin
 from llm_datadist.testing import loopback_links
 from tests.support import linking, ranks
 from tests.support.ends import Call, ChildEnd, LocalEnd
+from tests.support.errands import traced
 from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, not_linked
 from tests.support.moves import Spec, Use, call, make, moved, picture, refused, same_bytes, show, wait_until
 from tests.support.pairs import Pair
@@ -451,13 +452,8 @@ def test_an_exception_in_the_middle_of_link_costs_no_later_link(end: LocalEnd) -
 
     end.start("MIX", 2)
     arguments = (free_name(), {1: 0, 2: 1}, ranks.table(host(0), host(0)))
-    before = sys.gettrace()
-    sys.settrace(fail_inside)
-    try:
-        with pytest.raises(MemoryError):
-            end.do(ranks.join, *arguments)
-    finally:
-        sys.settrace(before)
+    with traced(fail_inside), pytest.raises(MemoryError):
+        end.do(ranks.join, *arguments)
     assert end.do(status, end.do(ranks.join, *arguments)) is PREPARING
 
 

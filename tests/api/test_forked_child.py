@@ -27,7 +27,7 @@ from llm_datadist import (
     cpp_api,
     store,
 )
-from llm_datadist._native.signals import OfProcess
+from llm_datadist._native.public_call import OfProcess, PublicCall
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.store import Hit, StoreClient, StoreOptions, StoreServer
 from llm_datadist.testing.staged_device import StagedDevice
@@ -80,7 +80,7 @@ def calls_of(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the methods and properties that users may call on an object."""
     for base in kind.__mro__:
         for name, member in vars(base).items() if base.__module__.startswith("llm_datadist") else ():
-            if (name[0] != "_" or name in _WITH) and isinstance(member, (FunctionType, property)):
+            if (name[0] != "_" or name in _WITH) and isinstance(member, (FunctionType, property, PublicCall)):
                 yield name, member
 
 
@@ -122,7 +122,7 @@ def test_each_public_class_refuses_in_a_forked_child_or_is_a_value() -> None:
         f"{kind.__name__}.{name}"
         for kind in owned
         for name, member in calls_of(kind)
-        if getattr(member.fget if isinstance(member, property) else member, "refuse", None) is None
+        if getattr(member.fget if isinstance(member, property) else member, "owned", False) is False
     }
     assert bare == VALUES
 

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import hmac
 import itertools
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from faults.gates import Gate, count_arrivals
 from faults.relay import Relay
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKey, LLMStatusCode
+from llm_datadist._native import Stream
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded
 from llm_datadist.testing import scene
 from tests.support import linking, moves, seccomp
@@ -386,7 +388,9 @@ def test_what_one_request_is_not_enough_for_is_asked_about_or_refused(ends: Ends
 
 def _settle_ahead(world: World) -> None:
     """What has ended a transfer is counted here, and is on its way for ever."""
-    world.probe.link(1).reported += 1
+    mine, theirs = socket.socketpair()
+    with mine, theirs, select.epoll() as epoll:
+        Stream(mine.fileno(), epoll.fileno(), [], 1).send(b"", reports=world.probe.link(1).requests)
 
 
 def test_r05_of_two_pulls_of_one_key_at_once_both_succeed_and_a_later_binding_is_not_consumed(

@@ -44,6 +44,7 @@ from llm_datadist.testing import StagedDevice
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, LocalEnd
+from tests.support.errands import interrupt_main, traced
 from tests.support.grants import LONG, claim, grant, tell
 from tests.support.kinds import ChildEnd
 from tests.support.layers import Always
@@ -529,7 +530,7 @@ class Things:
 
 
 class AtLine:
-    """Calls a function at the n-th line of the library that a call runs in this thread, as the collector might."""
+    """Calls a function at the n-th line of the library that a call runs, as the collector might."""
 
     def __init__(self, wanted: int, function: Callable[[], None], *beside: str) -> None:
         self._files = (_PACKAGE, *beside)
@@ -538,11 +539,8 @@ class AtLine:
         self.seen = 0
 
     def __call__(self, call: Callable[[], object]) -> None:
-        sys.settrace(self._trace)
-        try:
+        with traced(self._trace):
             call()
-        finally:
-            sys.settrace(None)
         if self.seen < self._wanted:  # a call that waits has fewer lines at times
             self._function()
 
@@ -831,8 +829,17 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("kind", [StoreServer, StoreClient])
 def test_an_interrupted_constructor_leaves_nothing(kind: type[StoreServer | StoreClient]) -> None:
-    def handler(*_: object) -> None:
+    came: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        came.append(number)
         raise Interrupted
+
+    def interrupt() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGUSR1)
+        else:
+            interrupt_main(signal.SIGUSR1, lambda: bool(came))
 
     def census() -> tuple[int, int]:
         gc.collect()
@@ -850,8 +857,9 @@ def test_an_interrupted_constructor_leaves_nothing(kind: type[StoreServer | Stor
         made.pop().close()
         before, cut = census(), 0
         for point in range(1, counted.seen, 1 + counted.seen // 60):
+            came.clear()
             with pytest.raises(Interrupted):
-                AtLine(point, lambda: signal.raise_signal(signal.SIGUSR1), threading.__file__)(make)
+                AtLine(point, interrupt, threading.__file__)(make)
             for whole in made:  # fewer lines this time: the signal came after them
                 whole.close()
             cut += not made
@@ -862,6 +870,24 @@ def test_an_interrupted_constructor_leaves_nothing(kind: type[StoreServer | Stor
     finally:
         signal.signal(signal.SIGUSR1, usual)
         datadist.finalize()
+
+
+def test_an_interrupted_call_of_a_store_does_not_end_it() -> None:
+    """Regression: what undoes a constructor ended the store after any call."""
+    came: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        came.append(number)
+        raise Interrupted
+
+    server, usual = StoreServer(1 << 20), signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Interrupted):
+            AtLine(2, lambda: interrupt_main(signal.SIGUSR1, lambda: bool(came)))(server.statistics)
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+    assert server.port > 0
+    server.close()
 
 
 def test_the_thread_of_a_client_that_nobody_keeps_ends() -> None:

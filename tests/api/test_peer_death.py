@@ -5,7 +5,6 @@ import ctypes
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ import pytest
 from faults.strangers import silent_port
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._links.link import Link
+from llm_datadist._native.public_call import for_main_thread
 from llm_datadist.errors import CacheNotFound, NotLinked, PeerLost
 from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
@@ -476,10 +476,10 @@ def test_a_redial_is_told_of_and_goes_on_until_an_unlink_an_explicit_link_or_fin
 def unlink_in_the_moment_of_a_loss(world: World, peer: int, port: int) -> Any:
     """Unlink, and lose the link after the unlink has looked for redials and before it looks for the link."""
     table: Any = world.probe.link_table
-    original, me = table.get, threading.get_ident()
+    original = table.get
 
     def get(cluster_id: int) -> Any:
-        if threading.get_ident() == me and "get" in table.__dict__:
+        if for_main_thread() and "get" in table.__dict__:
             del table.__dict__["get"]
             linking.lose(world, peer)
             wait_until(lambda: original(peer) is None)

@@ -158,8 +158,8 @@ def residue(_: World | None = None) -> dict[str, Any]:
     with open("/proc/self/maps", "rb", buffering=0) as maps:
         memfds = maps.readall().count(b" /memfd:")
     return {
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "kernel threads": sorted(map(int, os.listdir("/proc/self/task"))),
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "lldd-call"),
+        "kernel threads": sorted(n for n, name in scene.kernel_threads().items() if name != "lldd-call"),
         "fds": Counter(each if each.startswith("/") else each.split(":")[0] for each in targets),
         "memfd mappings": memfds,
     }

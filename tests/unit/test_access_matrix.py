@@ -73,7 +73,7 @@ class Asker(Link):
         self.spoken: Any = SimpleNamespace(features=FEATURES)
         self.peer_reported = 0
 
-    def tell(self, message: Any) -> None:
+    def tell(self, message: Any, reports: object = None) -> None:
         self.told.put(message)
 
 

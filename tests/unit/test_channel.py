@@ -34,7 +34,7 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Ping, UnlinkAck, decode, encode, frame
 from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._native import Requests, Waiter
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import LLMStatusCode, NotLinked, ProtocolError, StateError
 from tests.support.moves import wait_until
@@ -773,7 +773,7 @@ def test_a_signal_handler_waits_for_an_answer_beside_the_wait_that_it_interrupts
     try:
         with ThreadPoolExecutor(1) as threads:
             threads.submit(kill)
-            hold_signals(ends.channel.wait)(outer, Deadline(PATIENCE_MS))
+            public_call(ends.channel.wait)(outer, Deadline(PATIENCE_MS))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert (answers, answered(outer)) == ([True], True)

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from llm_datadist._links.handshake import listening_socket
-from llm_datadist._native import Stream, listen_for_input
+from llm_datadist._native import Stream
 from llm_datadist.bench.worker import Busy
 
 Pair = tuple[socket.socket, socket.socket]
 
 
-def stream(sock: socket.socket, *most: int) -> Stream:
-    return Stream(sock.fileno(), -1, (), 1 << 20, *most)
+def stream(sock: socket.socket, *most: int, watch: select.epoll | None = None) -> Stream:
+    return Stream(sock.fileno(), -1 if watch is None else watch.fileno(), (), 1 << 20, *most)
 
 
 @pytest.fixture
@@ -89,34 +89,35 @@ def test_a_descriptor_that_is_not_listened_to_is_reported_at_its_end_only_and_th
     ours, theirs = pair
     with select.epoll() as watch:
         watch.register(ours, select.EPOLLIN)
+        reader = stream(ours, watch=watch)
         for _ in range(2):
-            listen_for_input(watch.fileno(), ours.fileno(), False)
+            reader.watch(watched=False)
             theirs.send(b"a")
             assert watch.poll(0.01) == []
-            listen_for_input(watch.fileno(), ours.fileno(), True)
+            reader.watch(watched=True)
             assert watch.poll(5) == [(ours.fileno(), select.EPOLLIN)]
-        listen_for_input(watch.fileno(), ours.fileno(), False)
+        reader.watch(watched=False)
         ours.shutdown(socket.SHUT_RDWR)
         theirs.close()
         assert len(watch.poll(5)) == 1
         assert watch.poll(0.01) == []
-        listen_for_input(watch.fileno(), -1, True)  # closed meanwhile: nothing
 
 
 def test_no_other_thread_gets_the_interpreter_unless_there_is_nothing_to_receive(pair: Pair) -> None:
-    ours, (receiver, sender) = pair[0].fileno(), map(stream, pair)
+    sender = stream(pair[1])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1)  # what it costs each time
     busy = Busy()
     try:
         with select.epoll() as watch:
-            watch.register(ours, select.EPOLLIN)
+            watch.register(pair[0], select.EPOLLIN)
+            receiver = stream(pair[0], watch=watch)
             began = time.monotonic()
             for _ in range(300):
-                listen_for_input(watch.fileno(), ours, False)
+                receiver.watch(watched=False)
                 sender.send(b"request")
                 assert receiver.receive(5) == b"request"
-                listen_for_input(watch.fileno(), ours, True)
+                receiver.watch(watched=True)
                 assert receiver.receive() is None
             assert time.monotonic() - began < 60  # 300 turns of the busy thread take five times as long
     finally:

@@ -24,7 +24,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
-from llm_datadist._native.signals import hold_signals, put_off
+from llm_datadist._native.public_call import public_call, put_off
 from llm_datadist._transport import nixl
 from llm_datadist._transport.moves import MoveReply
 from llm_datadist._transport.nixl import (
@@ -324,7 +324,7 @@ def test_a_finalizer_in_the_thread_that_serves_takes_memory_back_and_ends_the_li
             end.server.join()
             seen.append(end.pushed._closed)
 
-        @hold_signals
+        @public_call
         def finalizer(data: bytes) -> None:
             assert put_off(give_back)
 

@@ -60,7 +60,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, instances: int, linked: Iterable[t
     ends: list[list[Link]] = [[] for _ in range(instances)]
     nothing: Any = SimpleNamespace(connections=(), name="tcp", private=None, reason="")
 
-    def send(pair: list[Link], to: int, message: Message) -> None:
+    def send(pair: list[Link], to: int, message: Message, _: object = None) -> None:
         data = frame(message)
         counted["messages"] += 1
         counted["bytes"] += len(data)

@@ -23,7 +23,7 @@ from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, crea
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 from llm_datadist._native import Tensors, Use, steps
-from llm_datadist._native.signals import put_off, require_outermost
+from llm_datadist._native.public_call import put_off, require_outermost
 from llm_datadist.errors import DeadlineExceeded, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._links.messages import ANSWERS, FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist._native import Stream
+from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._transport.address import shut_down
 from llm_datadist.errors import AuthFailed, NotLinked, ParamError, ProtocolError, StateError
 
@@ -30,6 +31,8 @@ _PAUSE_BYTES: Final = 1 << 20
 #: What one channel may handle while all others wait.
 _TURN_MESSAGES: Final = 4
 _TURN_SECONDS: Final = 0.0002
+#: Answers handled in one heartbeat whose callers were cut off.
+_LATE_AT_ONCE: Final = 16
 #: Received at once if encrypted: as many records of one byte as the control thread decrypts in a millisecond.
 _ENCRYPTED_BYTES: Final = 1 << 14
 #: Unsent bytes above which the channel ends: callers here still send.
@@ -133,24 +136,26 @@ class Channel:
         """Start; ``leftover`` was received, and decrypted, before."""
         self._inside(self._begin, leftover)
 
-    def send(self, message: Message) -> None:
-        """Send without blocking. Raises NotLinked once closed; ProtocolError if too large."""
-        unsent = self._put(frame(message))
+    def send(self, message: Message, reports: Requests | None = None) -> None:
+        """Send without blocking; ``reports`` counts it. Raises NotLinked once closed; ProtocolError if too large."""
+        unsent = self._put(frame(message), reports=reports)
         if unsent and not self._flushing:
             self._inside(self._begin_flush)
         if unsent > _ABORT_BYTES:
             self.close(f"the peer left {unsent} bytes of control messages unread")
 
-    def _put(self, data: bytes, *, now: bool = True) -> int:
+    def _put(self, data: bytes, *, now: bool = True, reports: Requests | None = None) -> int:
         """Send; return the number of bytes that are left. The reader finds a dead socket."""
-        if self._tls is None:
-            unsent = self._stream.send(data, now)
-        else:
-            with self._order:
-                unsent = self._stream.send(self._encrypted(data), now)
+        send = self._stream.send if self._tls is None else self._put_encrypted
+        unsent = send(data, now, reports)
         if unsent is None:
             raise NotLinked(f"the control channel is closed: {self.reason}")
         return unsent
+
+    @whole  # what is encrypted must be sent
+    def _put_encrypted(self, data: bytes, now: bool, reports: Requests | None) -> int | None:
+        with self._order:
+            return self._stream.send(self._encrypted(data), now, reports)
 
     def _encrypted(self, data: bytes) -> bytes:
         """Raise NotLinked after tampering."""
@@ -246,33 +251,49 @@ class Channel:
             self._finish(f"internal error: {error!r}")
 
     def handle_late(self) -> None:
-        """Handle answers whose callers were cut off: they may hold a pin. On the control thread."""
+        """Handle what callers have left who were cut off: input, and answers, which may hold a pin.
+
+        On the control thread, at each heartbeat.
+        """
         try:
-            while self._requests.late and self._stream.open:
-                self.on_message(decode(self._requests.late.pop()))
+            for _ in range(min(len(self._requests.late), _LATE_AT_ONCE)):
+                if self._stream.open:
+                    self.on_message(decode(self._requests.late.pop()))
         except Exception as error:  # noqa: BLE001 (as above)
             self._fail(error)
+        if self._stream.rest:
+            self._readable()
 
     def wait(self, waiter: Waiter, deadline: Deadline) -> None:
         """Wait for the answer, or its certain absence, or the deadline; read while the role is free."""
-        decrypt = None if self._tls is None else self._tls.decrypt
+        if self._tls is None:
+            self._read_answers(waiter, deadline, None)
+        else:
+            self._read_encrypted(waiter, deadline)
+        while not waiter.done and not deadline.expired():
+            waiter.gate.acquire(timeout=deadline.next_turn())
+
+    @elsewhere  # what is received must be decrypted
+    def _read_encrypted(self, waiter: Waiter, deadline: Deadline) -> None:
+        assert self._tls is not None
+        try:
+            self._read_answers(waiter, deadline, self._tls.decrypt)
+        except Exception as error:  # noqa: BLE001 (of `decrypt`, or a lack of memory: bytes are lost)
+            self.close(_reason(error))
+
+    def _read_answers(self, waiter: Waiter, deadline: Deadline, decrypt: Callable[[bytes], bytes] | None) -> None:
         while not waiter.done and not deadline.expired():
             try:
                 mine = self._stream.read_answers(self._requests, waiter, deadline.turn(), decrypt)
-            except Exception as error:  # noqa: BLE001 (of `decrypt`, or a lack of memory: bytes are lost)
-                self.close(_reason(error))
-                break
             finally:
                 if self._stream.released:
                     self.close_files()
             if not mine:
                 if mine is not None:
                     self._inside(self._readable)  # another message, or the end
-                break
+                return
             if not waiter.done:
                 deadline.next_turn()
-        while not waiter.done and not deadline.expired():
-            waiter.gate.acquire(timeout=deadline.next_turn())
 
     def _leave_role(self) -> None:
         if self._stream.leave_role():

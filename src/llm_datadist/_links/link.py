@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
-from llm_datadist._log import logger
+from llm_datadist._log import logger, root_cause
 from llm_datadist._native import Requests, Use, UseGate, Waiter, steps
+from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError, StateError
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
@@ -187,7 +188,6 @@ class Link:
         self.last_heard = time.monotonic()
         self.last_pong = 0  # of ping(), answered last
         self.last_question = 0  # of the ping() about suspected sockets
-        self.reported = 0  # number of report() calls
         self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
@@ -260,13 +260,24 @@ class Link:
         ProtocolError if the request is too large.
         """
         with Waiter(self.requests) as waiter:
-            if waiter.done:
-                raise self.lost_error(what, phase)
-            channel = self.send(build(waiter.number), what, phase)
-            if meanwhile is not None:
-                meanwhile()
-            channel.wait(waiter, deadline)
-            waiter.taken = True
+            return self.ask(waiter, build, deadline, what, phase, meanwhile)
+
+    def ask(
+        self,
+        waiter: Waiter,
+        build: Callable[[int], Message],
+        deadline: Deadline,
+        what: object,
+        phase: str,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Message:
+        """:meth:`request`, in the block of a Waiter: an exception there makes a good answer, unless taken, late."""
+        if waiter.done:
+            raise self.lost_error(what, phase)
+        channel = self.send(build(waiter.number), what, phase)
+        if meanwhile is not None:
+            meanwhile()
+        channel.wait(waiter, deadline)
         if waiter.answer is None:
             if self.ended:
                 raise self.lost_error(what, phase)
@@ -275,33 +286,50 @@ class Link:
         try:
             answer = decode(waiter.answer)
         except ProtocolError as error:
+            if self._is_sound(waiter.answer):  # the codec has taken an exception of a signal handler for its own
+                raise root_cause(error) from None
+            waiter.taken = True
             channel.close(str(error))
             deadline.poll(lambda: self.ended)  # the control thread ends it
             raise self.lost_error(what, phase) from error
         if isinstance(answer, Failed):
+            waiter.taken = True
             raise remote_failure(answer, self.peer.cluster_id, phase)
         return answer
 
-    def send(self, message: Message, what: object = None, phase: str = "send") -> Channel:
-        """Send a message; return its channel. Raises PeerLost, NotLinked and ProtocolError as :meth:`request`."""
+    @elsewhere
+    def _is_sound(self, answer: bytes) -> bool:
+        try:
+            decode(answer)
+        except ProtocolError:
+            return False
+        return True
+
+    def send(
+        self, message: Message, what: object = None, phase: str = "send", reports: Requests | None = None
+    ) -> Channel:
+        """Send a message, which ``reports`` counts; return its channel.
+
+        Raises PeerLost, NotLinked and ProtocolError as :meth:`request`.
+        """
         if steps.watch is not None:
             steps.watch("send", self, message)
         if (channel := self.channel) is None:
             raise NotLinked(f"the link to {self.peer} is not ready", peer=self.peer.cluster_id)
         try:
-            channel.send(message)
+            channel.send(message, reports)
         except NotLinked as error:
             raise self.lost_error(what or type(message).__name__, phase) from error
         if steps.watch is not None:
             steps.watch("sent", self, message)
         return channel
 
-    def tell(self, message: Message) -> None:
-        """Send a message; only log that the link has ended."""
+    def tell(self, message: Message, reports: Requests | None = None) -> None:
+        """:meth:`send`, but only log that the link has ended."""
         try:
-            self.send(message)
+            self.send(message, reports=reports)
         except LinkError as error:
-            logger.info("%s to %s not sent: %s", type(message).__name__, self.peer, error)
+            whole(logger.info)("%s to %s not sent: %s", type(message).__name__, self.peer, error)
 
     def say_goodbye(self) -> None:
         """Ask the peer to unlink, without waiting: then it sees no loss in this link's end, and does not dial again."""
@@ -309,9 +337,7 @@ class Link:
 
     def report(self, message: Release | Consumed) -> None:
         """Send the end of a transfer, and count it: a request over a lane may overtake it."""
-        with self._lock:
-            self.reported += 1
-        self.tell(message)
+        self.tell(message, reports=self.requests)
 
     def ping(self) -> int:
         """Send a Ping; return the number for :attr:`last_pong`."""
@@ -341,8 +367,12 @@ class Link:
     def heard(self) -> None:
         self.last_heard = time.monotonic()
         if self._machine.state is LinkState.SUSPECT:
-            with self._lock:
-                self._try(LinkEvent.HEARD)
+            self._heard_again()
+
+    @whole
+    def _heard_again(self) -> None:
+        with self._lock:
+            self._try(LinkEvent.HEARD)
 
     def oversleep(self, seconds: float) -> None:
         """Forgive seconds in which this process was stopped."""

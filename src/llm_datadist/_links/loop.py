@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
-from llm_datadist._native import BriefPoll
-from llm_datadist._native.signals import do_what_was_put_off, hold_signals
+from llm_datadist._native.public_call import do_what_was_put_off, public_call, whole
 from llm_datadist._threads import Work
 from llm_datadist.errors import StateError
 
@@ -52,8 +51,6 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
         self._turns: deque[Callable[[], None]] = deque()  # of the next round
-        self._poll = BriefPoll(self._outer.fileno())
-        self._expects = False
 
     def serve(self, sock: socket.socket, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever ``sock`` can be read. On the control thread."""
@@ -70,10 +67,6 @@ class _DirectSelector(selectors.EpollSelector):
             with suppress(ValueError):  # closed with the loop
                 self._outer.unregister(sock)
 
-    def expect(self) -> None:
-        """Poll before the next sleep: a message will follow within microseconds. On the control thread."""
-        self._expects = True
-
     def go_on(self, turn: Callable[[], None]) -> None:
         """Call ``turn`` in the next round, in which all others have theirs, too. On the control thread."""
         self._turns.append(turn)
@@ -83,9 +76,7 @@ class _DirectSelector(selectors.EpollSelector):
         do_what_was_put_off()  # by finalizers that ran in a callback
         if turns := len(self._turns):
             timeout = 0
-        elif self._expects and timeout != 0:
-            self._poll.run()
-        asked = self._expects = False
+        asked = False
         for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
             if (callback := self._served.get(descriptor)) is not None:
                 _call(callback)
@@ -141,7 +132,7 @@ class ControlLoop:
         selector = _DirectSelector()
         self.serve, self.dismiss = selector.serve, selector.dismiss
         self.epoll = selector.epoll
-        self.expect, self.go_on = selector.expect, selector.go_on
+        self.go_on = selector.go_on
         self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)
@@ -163,6 +154,7 @@ class ControlLoop:
         self.post(work.run)
         return work.future.result()
 
+    @whole
     def post(self, function: Callable[..., object], *args: Any) -> None:  # noqa: ANN401
         """Run ``function`` there soon, even if a stop follows. Raises StateError once stopped."""
         with self._lock:
@@ -192,7 +184,7 @@ class ControlLoop:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("unexpected error on the control thread: %r", error, exc_info=error)
 
-    @hold_signals
+    @public_call
     def _run(self) -> None:
         with never_wait_here():
             asyncio.set_event_loop(self.loop)

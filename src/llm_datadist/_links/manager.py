@@ -20,6 +20,7 @@ from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnecto
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger, named
 from llm_datadist._native import Meter, steps
+from llm_datadist._native.public_call import elsewhere
 from llm_datadist.errors import (
     AlreadyLinked,
     AuthFailed,
@@ -164,11 +165,17 @@ class LinkManager:
         """Return the usable link to a cluster. Raises NotLinked."""
         link = self._table.get(cluster_id)
         if link is None or not (link.usable and link.origin.open):
-            story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
-            story = story or "; link_clusters makes the link, from either side"
-            past, error = self._table.past(cluster_id) if link is None else ("", None)
-            raise NotLinked(f"cluster {cluster_id} is not linked{past}{story}", peer=cluster_id) from error
+            raise self._not_linked(cluster_id, link)
         return link
+
+    @elsewhere
+    def _not_linked(self, cluster_id: int, link: Link | None) -> NotLinked:
+        story = self._reconnector.story(cluster_id) or self.communicators.story(cluster_id)
+        story = story or "; link_clusters makes the link, from either side"
+        past, cause = self._table.past(cluster_id) if link is None else ("", None)
+        error = NotLinked(f"cluster {cluster_id} is not linked{past}{story}", peer=cluster_id)
+        error.__cause__ = cause
+        return error
 
     def _usable(self, cluster_id: int | None, since: int = 0) -> Link | None:
         """Return the usable link to a cluster, if its number is above ``since``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
 from llm_datadist.types.cluster import show_address
@@ -186,7 +186,7 @@ class RetryQueue(Generic[A]):
         while self._make_next():
             pass
 
-    @hold_signals
+    @public_call
     def _make_next(self) -> bool:
         """Make the next attempt; return False if there is none."""
         attempt, again = self._next(), False

@@ -13,13 +13,14 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 
 from llm_datadist._memory import huge_pages as huge
 from llm_datadist._memory.unmap import unmap
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class SharedSegment(Segment):
         self.close_descriptor()
         super().close()
 
-    @hold_signals
+    @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:
         if not self.closed:
             try:

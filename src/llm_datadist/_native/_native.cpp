@@ -23,7 +23,7 @@
 #include "plan_python.hpp"
 #include "pool.hpp"
 #include "process.hpp"
-#include "signals_python.hpp"
+#include "public_call.hpp"
 #include "stream_python.hpp"
 #include "unmap.hpp"
 #include "use_gate_python.hpp"
@@ -173,6 +173,6 @@ NB_MODULE(_native, m) {
     bind_lanes(m);
     bind_writers(m);
     bind_digest(m);
-    bind_signals(m);
+    bind_calls(m);
     bind_streams(m);
 }

@@ -6,6 +6,7 @@ from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 CHANGED: int
@@ -567,18 +568,17 @@ def surviving(plan: Plan, *, alias: bool) -> Plan:
     the same tensors on both sides, also bytes that they read.
     """
 
-class HoldingCall:
-    """Python function that holds signals; see ``signals.py``."""
+class CutOff(BaseException):
+    """Raised in an errand of the main thread, where a signal handler has raised."""
 
-    refuse: Callable[[Any, Any], object] | None
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        undo: Callable[[Any, Any], object] | None = None,
-        whole: bool = False,
-        refuse: Callable[[Any, Any], object] | None = None,
-    ) -> None: ...
-    def __call__(self, *args: object, **kwargs: object) -> object: ...
+def public_call(function: F, elsewhere: bool, whole: bool, refuse: Callable[[Any, Any], object] | None) -> F:
+    """Return a function that is a public call; see ``public_call.py``."""
+
+def elsewhere(function: Callable[..., T], args: tuple[Any, ...], named: dict[str, Any], whole: bool) -> T:
+    """Call a function in another thread if this is the main thread, else here."""
+
+def for_main_thread() -> bool:
+    """Return True in the main thread and in its errands."""
 
 def inside_another_call() -> bool:
     """Return True if the thread is in a call inside another one."""
@@ -586,14 +586,14 @@ def inside_another_call() -> bool:
 def put_off(function: Callable[..., object], *args: object) -> bool:
     """Queue a function for the end of the thread's outermost call; return False unless inside another call.
 
-    It must not be a :class:`HoldingCall`, which would queue it again.
+    It must be no public call, which would queue it again.
     """
 
 def do_what_was_put_off() -> None:
     """Run the queue of :func:`put_off`, unless inside another call."""
 
-def deliver_signals() -> None:
-    """Run handlers of held signals, on the main thread; raise their exceptions."""
+def check_signals() -> None:
+    """Run signal handlers in the main thread; raise CutOff in an errand for which one has raised."""
 
 @final
 class Requests:
@@ -601,6 +601,9 @@ class Requests:
 
     late: list[bytes]
     """Answers whose callers were cut off."""
+
+    reported: int
+    """Number of messages that ``Stream.send`` has counted."""
 
     def number(self) -> int:
         """Return a new number."""
@@ -655,8 +658,8 @@ class Stream:
 
     @property
     def released(self) -> bool: ...
-    def send(self, data: bytes, now: bool = True) -> int | None:
-        """Send what the kernel takes ``now``; return the bytes that are kept, None once shut.
+    def send(self, data: bytes, now: bool = True, reports: Requests | None = None) -> int | None:
+        """Send what the kernel takes ``now``; return the bytes that are kept, None once shut. ``reports`` counts it.
 
         A broken connection takes all: reading reports it.
         """
@@ -702,17 +705,6 @@ class Stream:
         None: another thread has the role. False: the control thread has to read what comes next. Errors: those of
         ``decrypt``.
         """
-
-@final
-class BriefPoll:
-    """Polling of one descriptor before its owner sleeps on it: a wake-up often costs more than the wait."""
-
-    def __init__(self, fd: int) -> None: ...
-    def run(self) -> None:
-        """Return when it can be read, after 60 us at most, or at once while polling has not paid. Releases the GIL."""
-
-def listen_for_input(epoll: int, fd: int, listens: bool) -> None:
-    """Set whether an epoll reports input of its descriptor. Keeps the GIL."""
 
 def count_keys(keys: bytes, /) -> int:
     """Return the length of a MessagePack array of keys. ParamError: it is none."""

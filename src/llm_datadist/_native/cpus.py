@@ -6,13 +6,16 @@ import math
 import os
 from pathlib import Path
 
+from llm_datadist._native._native import for_main_thread
+
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
     """Return the lower of the CPU affinity and the cgroup's quota, rounded up, at least 1."""
-    affinity = len(os.sched_getaffinity(0))
+    # An errand's thread has the affinity that the main thread had once.
+    affinity = len(os.sched_getaffinity(os.getpid() if for_main_thread() else 0))
     quota = cpu_quota(_CGROUP_ROOT, _MEMBERSHIP)
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 

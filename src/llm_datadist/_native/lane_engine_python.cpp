@@ -153,7 +153,7 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
         const std::int64_t until = deadline_ns - now > look_every_ns ? now + look_every_ns : deadline_ns;
         if (const auto outcome = wait_without_gil(engine, id, until)) return outcome_tuple(*outcome);
         if (stop.now()) return outcome_tuple(give_up_without_gil(engine, id));
-        if (!deliver_signals()) {
+        if (!check_signals()) {
             give_up_without_gil(engine, id);
             throw nb::python_error();
         }
@@ -177,15 +177,25 @@ inline void add_load(nb::dict loads, nb::handle lane, std::int64_t bytes, nb::ob
     if (!doubts.is_none() && nb::cast<std::int64_t>(doubts[0]) < nb::cast<std::int64_t>(lane)) doubts[0] = lane;
 }
 
-// Load of one job on a lane, in a `with` block, whose end no signal handler prevents. `doubts` as above, unless the block
-// has set `answered`.
+// Load of one job on a lane, in a `with` block; it ends as a Use. `doubts` as above, unless the block has set `answered`.
 class LaneLoad {
 public:
     LaneLoad(nb::dict loads, nb::object lane, std::int64_t bytes, nb::object doubts)
         : loads_(std::move(loads)), lane_(std::move(lane)), bytes_(bytes), doubts_(std::move(doubts)) {}
 
-    void begin() { add_load(loads_, lane_, bytes_, nb::none()); }
-    void end() { add_load(loads_, lane_, -bytes_, answered ? nb::object(nb::none()) : doubts_); }
+    ~LaneLoad() { end(); }
+
+    LaneLoad(const LaneLoad&) = delete;
+    LaneLoad& operator=(const LaneLoad&) = delete;
+
+    void begin() {
+        add_load(loads_, lane_, bytes_, nb::none());
+        begun_ = true;
+    }
+
+    void end() {
+        if (std::exchange(begun_, false)) add_load(loads_, lane_, -bytes_, answered ? nb::object(nb::none()) : doubts_);
+    }
 
     bool answered = false;
 
@@ -194,6 +204,7 @@ private:
     nb::object lane_;
     std::int64_t bytes_;
     nb::object doubts_;
+    bool begun_ = false;
 };
 
 inline nb::tuple event_tuple(const Event& event) {

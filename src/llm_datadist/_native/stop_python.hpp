@@ -13,9 +13,9 @@
 #include <utility>
 
 #include "chunks.hpp"
+#include "errand.hpp"
 #include "error.hpp"
 #include "gil.hpp"
-#include "signals_python.hpp"
 #include "ticket.hpp"
 
 namespace datadist {
@@ -32,8 +32,7 @@ inline Stop stop_of(std::int64_t deadline_ns, const std::optional<Flag>& cancell
 
 constexpr std::int64_t look_for_signals_every_ns = 20'000'000;
 
-// Releases the GIL for a long call. On the main thread, runs signal handlers at most every 20 ms. Made and ended by the
-// caller, under the GIL.
+// Releases the GIL for a long call, which checks signals every 20 ms. Made and ended by the caller, under the GIL.
 class Interruptible final : public Interrupt {
 public:
     Interruptible() = default;
@@ -63,15 +62,15 @@ private:
 
     // The exception stays set in this thread's state: no Python runs before end().
     void look() noexcept {
-        if (may_deliver_signals()) {
+        if (doing == nullptr || doing->cut.load()) {
             const nb::gil_scoped_acquire acquired;
-            if (!deliver_signals()) raised_.store(true, std::memory_order_relaxed);
+            if (!check_signals()) raised_.store(true, std::memory_order_relaxed);
         }
         next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;
     }
 
     pthread_t caller_ = ::pthread_self();
-    const bool looks_ = ::getpid() == ::gettid();
+    const bool looks_ = doing != nullptr || in_main_thread();
     std::int64_t next_look_ns_ = monotonic_ns() + look_for_signals_every_ns;  // of the caller alone
     std::atomic<bool> raised_{false};
     PyThreadState* released_ = PyEval_SaveThread();

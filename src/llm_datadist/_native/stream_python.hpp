@@ -40,17 +40,17 @@ inline bool has_input(int fd, std::int64_t within_ns) {
     return ::ppoll(&asked, 1, &most, nullptr) != 0;
 }
 
-// Waits for input: polls for `poll_ns`, unless that was in vain of late, then sleeps until `most_ns` have passed. A
-// signal ends it, too.
-inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t poll_ns, std::int64_t most_ns) {
+// Waits for input: polls, unless that was in vain of late, then sleeps until `most_ns` have passed. A signal ends it,
+// too.
+inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t most_ns) {
     const bool polls = busy_wait.begin();
-    if (!polls && most_ns == 0) return;
     bool come = false;
     {
         const GilReleased released;
         const std::int64_t begin = monotonic_ns();
-        while (polls && !come && monotonic_ns() < begin + poll_ns) come = has_input(fd, 0);
-        if (!come && most_ns > 0) has_input(fd, begin + most_ns - monotonic_ns());
+        const std::int64_t polls_until = begin + std::min(most_ns, BusyWait::most_ns);
+        while (polls && !come && monotonic_ns() < polls_until) come = has_input(fd, 0);
+        if (!come) has_input(fd, begin + most_ns - monotonic_ns());
     }
     if (polls) busy_wait.tell(come);
 }
@@ -72,7 +72,7 @@ public:
     std::size_t waiting() const noexcept { return waiters_.size(); }
     bool closed() const noexcept { return closed_; }
 
-    void begin(nb::object waiter, std::int64_t number) { waiters_.emplace(number, std::move(waiter)); }
+    void begin(Waiter* waiter, std::int64_t number) { waiters_.emplace(number, waiter); }
     void end(std::int64_t number) { waiters_.erase(number); }
 
     // Wakes the caller of a number; false if there is none.
@@ -82,14 +82,15 @@ public:
     void close();
 
     nb::list late;  // answers whose callers were cut off
+    std::int64_t reported = 0;  // messages about the ends of transfers
 
 private:
     std::int64_t next_ = 1;
     bool closed_ = false;
-    std::unordered_map<std::int64_t, nb::object> waiters_;
+    std::unordered_map<std::int64_t, Waiter*> waiters_;
 };
 
-// A caller that waits for one answer, in a `with` block. `gate`, a lock, is open once there will be no other one.
+// A caller that waits for one answer, in a `with` block; it ends as a Use. `gate`, a lock, is open once there will be no other one.
 class Waiter {
 public:
     explicit Waiter(nb::object requests)
@@ -97,15 +98,22 @@ public:
         gate.attr("acquire")();
     }
 
-    void begin(nb::object self) {
+    ~Waiter() { end(true); }
+
+    Waiter(const Waiter&) = delete;
+    Waiter& operator=(const Waiter&) = delete;
+
+    void begin() {
         Requests& requests = nb::cast<Requests&>(requests_);
+        begun_ = true;
         if (requests.closed())
             wake(nb::none());
         else
-            requests.begin(std::move(self), number);
+            requests.begin(this, number);
     }
 
     void end(bool cut) {
+        if (!std::exchange(begun_, false)) return;
         Requests& requests = nb::cast<Requests&>(requests_);
         requests.end(number);
         if (cut && !taken && !answer.is_none()) requests.late.append(answer);
@@ -125,20 +133,21 @@ public:
 
 private:
     nb::object requests_;
+    bool begun_ = false;
 };
 
 inline bool Requests::deliver(std::int64_t number, std::string_view answer) {
     const auto found = waiters_.find(number);
     if (found == waiters_.end()) return false;
-    const nb::object waiter = std::move(found->second);
+    Waiter* waiter = found->second;
     waiters_.erase(found);
-    nb::cast<Waiter&>(waiter).wake(nb::bytes(answer.data(), answer.size()));
+    waiter->wake(nb::bytes(answer.data(), answer.size()));
     return true;
 }
 
 inline void Requests::close() {
     closed_ = true;
-    for (const auto& [number, waiter] : std::exchange(waiters_, {})) nb::cast<Waiter&>(waiter).wake(nb::none());
+    for (const auto& [number, waiter] : std::exchange(waiters_, {})) waiter->wake(nb::none());
 }
 
 // Returns the number of an answer, a MessagePack array of its name, one of `answers`, and that number; 0 for others.
@@ -191,9 +200,11 @@ public:
 
     // --- Output. What the kernel refuses is kept. A broken connection takes all: reading reports it.
 
-    // Returns the number of bytes that are kept, all unless `now`; None once shut.
-    std::optional<std::size_t> send(const nb::bytes& data, bool now) {
+    // Returns the number of bytes that are kept, all unless `now`; None once shut. `reports`, unless None, counts it
+    // in the same step.
+    std::optional<std::size_t> send(const nb::bytes& data, bool now, Requests* reports) {
         if (!open_) return std::nullopt;
+        if (reports != nullptr) ++reports->reported;
         const std::size_t sent = now && kept_.empty() ? send_now(data.c_str(), data.size()) : 0;
         kept_.append(data.c_str() + sent, data.size() - sent);
         return kept_.size();
@@ -269,11 +280,16 @@ public:
         while (mine && !waiter.done) {
             const auto got = receive_within(static_cast<double>(end - monotonic_ns()) / 1e9);
             if (!got) break;
-            if (*got > 0) {
-                const nb::bytes data(bytes_, static_cast<std::size_t>(*got));
-                feed(decrypt.is_none() ? data : nb::cast<nb::bytes>(decrypt(data)));
+            try {
+                if (*got > 0) {
+                    const nb::bytes data(bytes_, static_cast<std::size_t>(*got));
+                    feed(decrypt.is_none() ? data : nb::cast<nb::bytes>(decrypt(data)));
+                }
+                mine = *got > 0 && deliver(requests);
+            } catch (...) {
+                broken_ = ENOMEM;  // bytes are lost
+                throw;
             }
-            mine = *got > 0 && deliver(requests);
         }
         return mine;
     }
@@ -307,8 +323,7 @@ private:
         };
         bool empty = nothing();
         if (empty && seconds > 0) {
-            const auto most = static_cast<std::int64_t>(seconds * 1e9);
-            wait_for_input(fd_, busy_wait_, std::min(most, BusyWait::most_ns), most);
+            wait_for_input(fd_, busy_wait_, static_cast<std::int64_t>(seconds * 1e9));
             empty = nothing();
         }
         if (empty) return std::nullopt;
@@ -349,20 +364,6 @@ private:
     std::size_t begin_ = 0;  // of what is left of input_
 };
 
-// Polls a descriptor before the caller sleeps on it, for a message that often comes within microseconds.
-class BriefPoll {
-public:
-    explicit BriefPoll(int fd) : fd_(fd) {}
-
-    void run() { wait_for_input(fd_, busy_wait_, most_ns, 0); }
-
-private:
-    static constexpr std::int64_t most_ns = 60'000;  // measured: to the report of a pull of 64 KiB
-
-    int fd_;
-    BusyWait busy_wait_;
-};
-
 inline void bind_streams(nb::module_& m) {
     using namespace nb::literals;
 
@@ -372,7 +373,8 @@ inline void bind_streams(nb::module_& m) {
         .def("close", &Requests::close)
         .def_prop_ro("closed", &Requests::closed)
         .def_prop_ro("waiting", &Requests::waiting)
-        .def_ro("late", &Requests::late);
+        .def_ro("late", &Requests::late)
+        .def_ro("reported", &Requests::reported);
     nb::class_<Waiter>(m, "Waiter", nb::is_final())
         .def(nb::init<nb::object>(), "requests"_a)
         .def_ro("number", &Waiter::number)
@@ -382,7 +384,7 @@ inline void bind_streams(nb::module_& m) {
         .def_ro("gate", &Waiter::gate)
         .def("__enter__",
              [](nb::handle self) {
-                 nb::cast<Waiter&>(self).begin(nb::borrow(self));
+                 nb::cast<Waiter&>(self).begin();
                  return nb::borrow(self);
              })
         .def(
@@ -395,7 +397,7 @@ inline void bind_streams(nb::module_& m) {
         .def("shut", &Stream::shut)
         .def("release", &Stream::release)
         .def_prop_ro("released", &Stream::released)
-        .def("send", &Stream::send, "data"_a, "now"_a = true)
+        .def("send", &Stream::send, "data"_a, "now"_a = true, "reports"_a = nb::none())
         .def("flush", &Stream::flush)
         .def_prop_ro("unsent", &Stream::unsent)
         .def("take_role", &Stream::take_role)
@@ -408,8 +410,6 @@ inline void bind_streams(nb::module_& m) {
         .def("take", &Stream::take)
         .def_prop_ro("rest", &Stream::rest)
         .def("read_answers", &Stream::read_answers, "requests"_a, "waiter"_a, "seconds"_a, "decrypt"_a.none());
-    nb::class_<BriefPoll>(m, "BriefPoll", nb::is_final()).def(nb::init<int>(), "fd"_a).def("run", &BriefPoll::run);
-    m.def("listen_for_input", &listen_for_input, "epoll"_a, "fd"_a, "listens"_a);
 }
 
 }  // namespace datadist

@@ -7,18 +7,32 @@
 #include <utility>
 #include <vector>
 
+#include "errand.hpp"
 #include "use_gate.hpp"
 
 namespace datadist {
 
 namespace nb = nanobind;
 
-// Use of what a gate guards, in a `with` block, whose end no signal handler prevents. `owner` has two methods:
+// Use of what a gate guards, in a `with` block. It ends with the block, at the latest when it is freed: from Python 3.14
+// on a signal handler may raise between the beginning and the block. `owner` has two methods:
 // refuse(used, what) raises if the gate is shut, last_left(used) is called by the last user of a shut gate.
 class Use {
 public:
     Use(nb::object gate, nb::object used, nb::object owner, nb::object what)
         : gate_(std::move(gate)), used_(std::move(used)), owner_(std::move(owner)), what_(std::move(what)) {}
+
+    ~Use() {
+        const nb::error_scope kept;
+        try {
+            leave();
+        } catch (nb::python_error& error) {
+            error.discard_as_unraisable("the end of a use");
+        }
+    }
+
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
 
     nb::object enter() {
         auto& gate = *nb::cast<UseGate*>(gate_);
@@ -30,7 +44,8 @@ public:
     void leave() {
         auto& gate = *nb::cast<UseGate*>(gate_);
         if (!std::exchange(inside_, false) || gate.try_leave() || gate.leave() != 0) return;
-        owner_.attr("last_left")(used_);
+        const nb::object last_left = owner_.attr("last_left");
+        if (!nb::steal(elsewhere(last_left.ptr(), {{used_.ptr()}}, true)).is_valid()) throw nb::python_error();
     }
 
 private:

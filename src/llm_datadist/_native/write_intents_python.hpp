@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "signals_python.hpp"
+#include "errand.hpp"
 #include "write_intents.hpp"
 
 namespace datadist {
@@ -27,8 +27,7 @@ inline nb::list py_find_writers(const PageAddresses& pages, std::vector<std::uin
     return out;
 }
 
-// Announcement in a slot of `page`, an array, in a `with` block, whose end no signal handler prevents. `free` is the list
-// of free slots. `full` waits for one, or raises; `closed` raises because the owner takes no announcement.
+// Announcement in a slot of `page`, an array, in a `with` block; it ends as a Use. `free` is the list of free slots. `full` waits for one, or raises; `closed` raises because the owner takes no announcement.
 class Intent {
 public:
     Intent(nb::list free, nb::object page, std::uint64_t address, std::uint64_t what, nb::object full,
@@ -39,6 +38,11 @@ public:
           what_(what),
           full_(std::move(full)),
           closed_(std::move(closed)) {}
+
+    ~Intent() { end(); }
+
+    Intent(const Intent&) = delete;
+    Intent& operator=(const Intent&) = delete;
 
     void begin() {
         while (free_.size() == 0) full_();

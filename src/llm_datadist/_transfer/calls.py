@@ -19,13 +19,15 @@ from llm_datadist._checks import check_list, check_rule, check_type, check_uint6
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
-from llm_datadist._native.signals import OfProcess
+from llm_datadist._native.public_call import OfProcess
 from llm_datadist._transfer import arguments
+from llm_datadist._transfer.grants import give_back
 from llm_datadist._transfer.initiator import TransferOp
-from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, KeyDelivery, TransferJob
+from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, CacheTask, KeyDelivery, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
     from llm_datadist._cache.geometry import CachePair, LayerSelection
@@ -33,11 +35,10 @@ if TYPE_CHECKING:
     from llm_datadist._native import Plan
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
-    from llm_datadist._transfer.layerwise import CacheTask, Delivery
+    from llm_datadist._transfer.layerwise import Delivery
     from llm_datadist._transfer.local_copy import Pairs
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
-    from llm_datadist.types.grant import Grant
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
@@ -72,14 +73,17 @@ class EngineUser(OfProcess):
         """
         arguments.check_single_id(check_type("cache_key", cache_key, CacheKey))
 
-    def _discard(self, cache: Cache) -> None:
-        """Undo an allocation whose caller does not get the handle."""
-        self._of.store.discard(cache.cache_id)
-
-    @staticmethod
-    def _stop(task: CacheTask) -> None:
-        """End a transfer whose caller never gets the task; the source may be used again when this returns."""
-        task._job.stop()  # noqa: SLF001 (of a handle that this module has made; no attribute for users)
+    def _cut_off(self, result: object) -> None:
+        """Undo a call whose caller does not get its result. The source of a transfer may be used again then."""
+        store = self._of.store
+        if isinstance(result, CacheTask):
+            result._job.stop()  # noqa: SLF001 (of a handle that this module has made; no attribute for users)
+        elif isinstance(result, Grant):
+            give_back(result)
+        elif isinstance(result, Cache) and store.registry.registered(result.cache_id) is not None:
+            store.unregister(result.cache_id, self._of.deadline())
+        elif isinstance(result, Cache):
+            store.discard(result.cache_id)
 
 
 P = ParamSpec("P")

@@ -22,6 +22,7 @@ from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, Remot
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, CopyPool, Plan, Tensors, surviving
 from llm_datadist._native.plan import NONCE_BYTES, PlanSide, digest, split_plan
+from llm_datadist._native.public_call import elsewhere
 from llm_datadist._threads import Threads
 from llm_datadist._transfer.arguments import check_blocks
 from llm_datadist.errors import ChecksumMismatch, LLMException, LLMStatusCode, ParamError, ProtocolError, TransferFailed
@@ -66,6 +67,7 @@ class Comparison:
     what: str
     pool: CopyPool | None
 
+    @elsewhere
     def verify(self, plan: Plan) -> None:
         """Compare the bytes of ``plan``, without those that a later run has overwritten (interface R26).
 

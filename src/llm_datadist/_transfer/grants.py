@@ -29,7 +29,7 @@ from llm_datadist._checks import check_callable, check_rule, check_type, check_u
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
 from llm_datadist._log import logger
 from llm_datadist._native import LentBlocks, parse_blocks
-from llm_datadist._native.signals import put_off
+from llm_datadist._native.public_call import elsewhere, put_off
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import (
     CacheError,
@@ -505,6 +505,7 @@ def on_late_claim(link: Link, message: Claimed) -> None:
     link.tell(ClaimEnded(_claimed(message, "the peer sent a Claimed without a grant").token, released=False))
 
 
+@elsewhere
 def why_ended(link: Link, grant: Grant, what: str, deadline: Deadline) -> GrantEnded | None:
     """Ask the owner why a grant has ended; None unless it has.
 

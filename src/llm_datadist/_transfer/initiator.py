@@ -6,6 +6,7 @@ After a failure the addressed bytes at the destination are undefined, all others
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,8 @@ from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resol
 from llm_datadist._links.versions import READS_BY_KEY
 from llm_datadist._log import logger
 from llm_datadist._memory.write_intents import AnnouncementRefused
-from llm_datadist._native import Plan, steps
+from llm_datadist._native import Plan, Waiter, steps
+from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._transfer.access import granted_only
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
@@ -142,18 +144,13 @@ class Initiator:
                 cached.granted_only if op.grant is None else cached.cache_id != op.grant.cache_id
             ):
                 cached = None  # the key may have been bound to another cache since
-            remote = cached or self._resolve(link, op)
-            plan: Plan | None = None
-            try:
-                if (plan := self._attempt(link, op, remote)) is not None:
-                    return plan.nbytes
-            except ParamError:
-                # The plan may not fit an outdated resolution. Guards that the owner compares do not show that here.
-                if cached is None or (remote.guard_set is not None and _current(link, op, remote)):
-                    raise
-            finally:
-                if remote.pin or op.consumes:
-                    _report(link, op, remote, plan)
+            if cached is not None:
+                plan = self._try(link, op, cached, None)
+            else:
+                with Waiter(link.requests) as waiter:  # after an exception the control thread ends its answer's pin
+                    plan = self._try(link, op, self._resolve(link, op, waiter), waiter)
+            if plan is not None:
+                return plan.nbytes
             link.caches.cached.pop(key, None)
             link.caches.predicted.pop(op.local.geometry, None)
         raise TransferFailed(
@@ -162,7 +159,23 @@ class Initiator:
             phase="copy",
         )
 
-    def _resolve(self, link: Link, op: TransferOp) -> Resolution:
+    def _try(self, link: Link, op: TransferOp, remote: Resolution, waiter: Waiter | None) -> Plan | None:
+        """Make an attempt and report its end; return the plan, None to resolve again. Cached: no ``waiter``."""
+        plan: Plan | None = None
+        try:
+            plan = self._attempt(link, op, remote)
+        except ParamError:
+            # The plan may not fit an outdated resolution. Guards that the owner compares do not show that here.
+            if waiter is not None or (remote.guard_set is not None and _current(link, op, remote)):
+                raise
+        finally:
+            if remote.pin or op.consumes:
+                _report(link, op, remote, plan)
+            if waiter is not None:
+                waiter.taken = True
+        return plan
+
+    def _resolve(self, link: Link, op: TransferOp, waiter: Waiter) -> Resolution:
         """Ask the target where the cache is; cache the answer unless it is pinned."""
         name, deadline = op.name, op.deadline
 
@@ -172,7 +185,7 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("ask", link)
         try:
-            answer = link.request(build, deadline, op, "resolve")
+            answer = link.ask(waiter, build, deadline, op, "resolve")
         except RemoteFailure as failure:
             raise failure.typed(op.what) from failure
         if not isinstance(answer, Resolved):
@@ -197,10 +210,8 @@ class Initiator:
         # Before the guards are compared, because the owner waits for announced copies only.
         if not (op.push or link.connection.capabilities.announces_reads):
             return self._plan_and_copy(link, op, remote)
-        if (intent := _announce(link, op, remote)) is None:
-            return self._plan_and_copy(link, op, remote)
         try:
-            with intent:
+            with _announce(link, op, remote) or nullcontext():
                 return self._plan_and_copy(link, op, remote)
         except AnnouncementRefused as error:
             raise link.lost_error(op.what, "copy") from error
@@ -241,7 +252,7 @@ class Initiator:
             raise CacheMismatch(f"{text}; llm.StrictTypes=1 refuses that")
         known, mark = link.caches.unlike, object()
         if len(known) < _MAX_CACHED and known.setdefault((remote.cache_id, op.local.cache_id), mark) is mark:
-            logger.warning("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
+            whole(logger.warning)("%s; the bytes are moved as they are, llm.StrictTypes=1 would refuse that", text)
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
         """Copy, between two comparisons of the guards. Return False if the caller must resolve again."""
@@ -254,7 +265,7 @@ class Initiator:
                 _judge_suspects(link, recovery, op.deadline)
             if op.push and recovery.doubts_writes:
                 _await_writes_given_up(link, recovery, op)
-        whole = True
+        done = True
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
@@ -268,12 +279,13 @@ class Initiator:
             return False
         except BaseException as error:  # noqa: BLE001 (raised again there)
             _judge(link, op, remote, error)
-            whole = False
+            done = False
         if op.destination is not None:
             op.destination.record(link.peer, op.name, remote.cache_id)
-        return whole
+        return done
 
 
+@elsewhere
 def _judge(link: Link, op: TransferOp, remote: Resolution, error: BaseException) -> None:
     """Raise the error of a transfer that may have moved bytes; return if it shall be tried again."""
     recovery = remote.tensors.connection.recovery
@@ -315,13 +327,14 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
     if known is None or key is None or op.push or op.grant is not None or READS_BY_KEY not in link.spoken.features:
         return None
     number = FIRST_NAMED_PIN + link.requests.number()
-    handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.reported)
+    handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.requests.reported)
     tensors = replace(known.tensors, handle=encode_handle(handle))
     return msgspec.structs.replace(
         known, cache_id=0, row=0, guards=[], tensors=tensors, pin=0, predicted=number, pair=None
     )
 
 
+@elsewhere
 def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
     """Drop sockets that a transfer found silent, if the peer answers over the control channel."""
     lives = link.responds(deadline, _ANSWER_MS, number=link.last_question)
@@ -329,6 +342,7 @@ def _judge_suspects(link: Link, recovery: Recovery, deadline: Deadline) -> None:
         link.tell(SocketsDropped())
 
 
+@elsewhere
 def _await_writes_given_up(link: Link, recovery: Recovery, op: TransferOp) -> None:
     """Wait until earlier failed pushes can write nothing more over this one's bytes."""
     newest, number = _give_up_writes(link, recovery)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
-from llm_datadist._native.signals import OfProcess, do_what_was_put_off, hold_signals, public_calls_hold_signals
+from llm_datadist._native.public_call import OfProcess, do_what_was_put_off, public_call, public_calls
 from llm_datadist._transfer.addresses import locate
 from llm_datadist._transfer.initiator import PushDestination, TransferOp
 from llm_datadist._transfer.meters import Uncounted
@@ -99,7 +99,7 @@ class TransferJob:
             call.status, _, errors = self.results()
             call.error = next((error for error in errors if error is not None), None)
 
-    @hold_signals
+    @public_call
     def _send_to(self, i: int, layer: int) -> bool:
         """Return False if the job is over."""
         with self._lock:
@@ -134,7 +134,7 @@ class TransferJob:
             self._fail(why, reason, selected)
         return bool(ready)
 
-    @hold_signals
+    @public_call
     def _fail(self, cause: BaseException, reason: str, failed: Collection[int] = ()) -> None:
         """Give unfinished destinations ``cause``, and its status to those in ``failed``, LLM_FAILED to the others.
 
@@ -159,7 +159,7 @@ class TransferJob:
         code = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         return LLMStatusCode.LLM_FAILED if code is LLMStatusCode.LLM_SUCCESS else code
 
-    @hold_signals
+    @public_call
     def _finish(self) -> None:
         """Release the source, then be done. Idempotent."""
         with self._lock:
@@ -203,14 +203,14 @@ class TransferJob:
                 return False
         return True
 
-    @hold_signals
+    @public_call
     def results(self) -> tuple[LLMStatusCode, list[LLMStatusCode | None], list[BaseException | None]]:
         """Return (first failure or success, results, errors)."""
         with self._lock:
             return self._first, list(self._results), list(self._errors)
 
 
-@public_calls_hold_signals()
+@public_calls()
 class CacheTask(OfProcess):
     """Layer-wise transfer, running or over, from ``transfer_cache_async``. Threads: any.
 

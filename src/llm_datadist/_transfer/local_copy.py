@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -18,8 +18,8 @@ from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import DRAIN
 from llm_datadist._checks import check_rule
-from llm_datadist._native import CopyPool, Plan, Tensors
-from llm_datadist._native._native import inside_another_call
+from llm_datadist._native import CopyPool, Plan, Tensors, Use
+from llm_datadist._native.public_call import for_main_thread, inside_another_call, whole
 from llm_datadist._threads import Threads
 from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError, StateError
 from llm_datadist.metrics import SwapStatistics
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
@@ -96,7 +97,8 @@ class LocalCopies:
 
     def swap_blocks(self, src: Cache, dst: Cache, pairs: Pairs, ends: tuple[str, str]) -> int:
         """Move blocks between HOST and DEVICE (interface R10); return the bytes. Errors name ``ends``."""
-        with self._swap_operand(ends[0], src) as source, self._swap_operand(ends[1], dst) as target:
+        with self._use_of(ends[0], src) as src_entry, self._use_of(ends[1], dst) as dst_entry:
+            source, target = _swap_operand(ends[0], src, src_entry), _swap_operand(ends[1], dst, dst_entry)
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_blocks(source, target, pairs, "swap_blocks", names)
             if source.geometry.placement == target.geometry.placement:
@@ -115,7 +117,8 @@ class LocalCopies:
         ``src`` and ``dst`` are ids of own caches, or memory of the caller. Between device and host it is a swap without
         a time limit (interface R6, R10), on the device a copy within ``deadline``.
         """
-        with self._held("src_cache", src, what) as source, self._held("dst_cache", dst, what) as target:
+        with self._hold("src_cache", src, what) as src_held, self._hold("dst_cache", dst, what) as dst_held:
+            source, target = _operand("src_cache", src_held, what), _operand("dst_cache", dst_held, what)
             plan, alias = _plan_blocks(source, target, lists, what, ("src_blocks", "dst_blocks_list"))
             host = [side.geometry.placement == Placement.HOST for side in (source, target)]
             if all(host):
@@ -125,40 +128,41 @@ class LocalCopies:
                 return self._swap.swap(plan, target, source)
             return self._execute(plan, target.tensors, source.tensors, deadline, what)
 
-    @contextmanager
-    def _swap_operand(self, name: str, cache: Cache) -> Iterator[Operand]:
-        """Yield a handle's operand, registered or not (interface §6.9); an own cache is in use."""
-        geometry = Geometry.of(cache.cache_desc, CacheKind.BLOCKS)
-        with ExitStack() as held:
-            entry = None
-            try:
-                entry = held.enter_context(self._store.using(cache.cache_id, name))
-            except CacheNotFound as error:
-                if error.phase == DRAIN:  # its owner may unmap the memory soon
-                    raise
-            addresses = list(cache.tensor_addrs)
-            check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
-            if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
-                # Not the handle's descriptor, whose shape the user may have changed.
-                yield Operand(name, entry.geometry, entry.storage.tensors)
-            else:
-                yield Operand.of(name, geometry, addresses)
+    def _use_of(self, name: str, cache: Cache) -> Use[Entry] | nullcontext[None]:
+        """Return the use of an own cache; nothing for a handle of another, or of none (interface §6.9)."""
+        try:
+            return self._store.using(cache.cache_id, name)
+        except CacheNotFound as error:
+            if error.phase == DRAIN:  # its owner may unmap the memory soon
+                raise
+            return nullcontext()
 
-    @contextmanager
-    def _held(self, name: str, operand: int | Operand, what: str) -> Iterator[Operand]:
-        """Yield an operand; an own cache is in use."""
-        if isinstance(operand, Operand):
-            yield operand
-            return
-        with self._store.using(operand, f"{what}: {name}") as entry:
-            entry.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
-            yield Operand(name, entry.geometry, entry.storage.tensors)
+    def _hold(self, name: str, operand: int | Operand, what: str) -> Use[Entry] | nullcontext[Operand]:
+        """Return the use of an own cache, or memory of the caller."""
+        return nullcontext(operand) if isinstance(operand, Operand) else self._store.using(operand, f"{what}: {name}")
 
     def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> int:
         done = _native.execute(plan, dst.native, src.native, self._pool, deadline.expires_ns, deadline.cancelled)
         if done < plan.nbytes:
             raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
         return plan.nbytes
+
+
+def _swap_operand(name: str, cache: Cache, entry: Entry | None) -> Operand:
+    """Return a handle's operand; ``entry`` is the own cache of its id."""
+    geometry, addresses = Geometry.of(cache.cache_desc, CacheKind.BLOCKS), list(cache.tensor_addrs)
+    check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
+    if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
+        # Not the handle's descriptor, whose shape the user may have changed.
+        return Operand(name, entry.geometry, entry.storage.tensors)
+    return Operand.of(name, geometry, addresses)
+
+
+def _operand(name: str, held: Entry | Operand, what: str) -> Operand:
+    if isinstance(held, Operand):
+        return held
+    held.geometry.require_kind(f"{what}: {name}", CacheKind.BLOCKS)
+    return Operand(name, held.geometry, held.storage.tensors)
 
 
 def _plan_blocks(
@@ -176,7 +180,7 @@ def _plan_blocks(
             f"{what}: num_tensors differ: {source.name} has {src.num_tensors}, {target.name} {dst.num_tensors}"
         )
     # Host memory may stand for the device.
-    alias = source is target or np.array_equal(source.tensors.bases, target.tensors.bases)
+    alias = source is target or source.tensors.native.same_bases(target.tensors.native)
     if dst_blocks.ndim > 1:
         if int(dst_blocks.max()) >= dst.rows:  # the planner would name an index of the flat list
             i, j = (int(at) for at in np.unravel_index(dst_blocks.argmax(), dst_blocks.shape))
@@ -214,12 +218,13 @@ class SwapEngine:
     """Swaps of blocks between host and device (interface R10).
 
     Owns: workers, at most ``cpus``, and staging buffers, from the first swap to :meth:`close`.
-    Threads: any; one staged swap runs at a time, and no signal handler meanwhile: it could want the lock.
+    Threads: any; one staged swap runs at a time.
     """
 
     def __init__(self, device: Device, cpus: int | None = None) -> None:
         self._device = device
         self._lock = threading.Lock()  # for the one set of staging buffers, and the workers
+        self._swapping: int | None = None  # thread of the staged swap
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
         # One more, to empty the staging buffers.
@@ -230,23 +235,35 @@ class SwapEngine:
         """Execute a plan of whole blocks; return the bytes. OutOfMemory, nothing copied: no room for staging."""
         if plan.nbytes == 0:
             return 0
-        if not self._device.needs_staging:
-            with self._lock:
-                # Not the engine's pool, because interface R10 fixes the number of workers.
-                if self._copy_pool is None:
-                    with suppress(RuntimeError, MemoryError):  # without threads the caller copies
-                        self._copy_pool = _native.CopyPool(self.workers)
-                pool = self._copy_pool
-            _native.execute(plan, dst.tensors.native, src.tensors.native, pool, _native.NO_DEADLINE)
-            return plan.nbytes
-        if not self._lock.acquire(blocking=not inside_another_call()):  # by the device, for which the other swap waits
+        if self._device.needs_staging:
+            return self._swap_staged(plan, dst, src)
+        pool = self._copy_pool or self._make_pool()
+        _native.execute(plan, dst.tensors.native, src.tensors.native, pool, _native.NO_DEADLINE)
+        return plan.nbytes
+
+    @whole
+    def _make_pool(self) -> _native.CopyPool | None:
+        """Return this engine's pool, because interface R10 fixes the number of workers; None without threads."""
+        with self._lock:
+            if self._copy_pool is None:
+                with suppress(RuntimeError, MemoryError):
+                    self._copy_pool = _native.CopyPool(self.workers)
+            return self._copy_pool
+
+    @whole
+    def _swap_staged(self, plan: Plan, dst: Operand, src: Operand) -> int:
+        # By the device, for which the other swap waits. A call of a signal handler waits for that swap.
+        inside = self._swapping == threading.get_ident() or (inside_another_call() and not for_main_thread())
+        if not self._lock.acquire(blocking=not inside):
             raise StateError("swap_blocks: called inside another call while a swap runs; call it after that one")
+        self._swapping = threading.get_ident()
         try:
             if dst.geometry.placement == Placement.DEVICE:
                 self._swap_in(plan, dst.tensors, src.tensors, dst.geometry.stride)
             else:
                 self._swap_out(plan, dst.tensors, src.tensors)
         finally:
+            self._swapping = None
             self._lock.release()
         return plan.nbytes
 

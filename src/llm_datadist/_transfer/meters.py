@@ -6,15 +6,21 @@ import logging
 import sys
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from threading import main_thread
+from typing import TYPE_CHECKING, Final
 
 from llm_datadist._log import logger
 from llm_datadist._native import OperationMeter, Timer
+from llm_datadist._native.public_call import for_main_thread, whole
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.metrics import DurationStatistics, OperationStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import FrameType
+
+#: Modules that log for their callers.
+_OWN: Final = ("llm_datadist.", "contextlib")
 
 
 class Meters:
@@ -54,12 +60,16 @@ def _statistics(name: str, meter: OperationMeter) -> OperationStatistics:
     return OperationStatistics(name, meter.count, meter.errors, meter.nbytes, meter.seconds, meter.failures, transports)
 
 
-def _user_level() -> int:
-    """Return the ``stacklevel`` of the first frame outside the library, for a log call of the calling function."""
-    frame, level = sys._getframe(1), 1  # noqa: SLF001 (no public name)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("llm_datadist.", "contextlib")):
-        frame, level = frame.f_back, level + 1
-    return level
+@whole  # an interrupt may leave a lock of logging held
+def log_for_user(level: int, text: str, *args: object) -> None:
+    """Log with the caller's first line outside the library."""
+    # Private, as no public name finds a frame. An errand's caller is the main thread.
+    frame: FrameType | None
+    frame = sys._current_frames().get(main_thread().ident or 0) if for_main_thread() else sys._getframe(1)  # noqa: SLF001
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OWN):
+        frame = frame.f_back
+    line = ("", 0, "") if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    logger.handle(logger.makeRecord(logger.name, level, *line[:2], text, args, None, line[2]))
 
 
 @dataclass(slots=True)
@@ -76,12 +86,12 @@ class Uncounted(AbstractContextManager["Uncounted"]):
 @contextmanager
 def _logged(timer: Timer, name: str, detail: str, args: tuple[object, ...]) -> Iterator[Timer]:
     """Log begin and end of the operation, with the user's line."""
-    logger.info("%s started " + detail, name, *args, stacklevel=_user_level())
+    log_for_user(logging.INFO, "%s started " + detail, name, *args)
     try:
         with timer:
             yield timer
     except BaseException as error:
-        logger.info("%s failed " + detail + ": %s", name, *args, error, stacklevel=_user_level())
+        log_for_user(logging.INFO, "%s failed " + detail + ": %s", name, *args, error)
         raise
     text = "%s succeeded " + detail + " (%d bytes, %.6f s)"
-    logger.info(text, name, *args, timer.nbytes, timer.seconds, stacklevel=_user_level())
+    log_for_user(logging.INFO, text, name, *args, timer.nbytes, timer.seconds)

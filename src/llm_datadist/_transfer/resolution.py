@@ -13,8 +13,10 @@ import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
 from llm_datadist._links.messages import GrantedOnly, Guarded, Release, Resolved
+from llm_datadist._log import root_cause
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import GuardSet, steps
+from llm_datadist._native.public_call import elsewhere
 from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
@@ -64,31 +66,48 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
     Raises ProtocolError if it contradicts itself, ``LLM_FEATURE_NOT_ENABLED`` if no transport reaches the memory.
     """
     try:
-        geometry = decode_geometry(bytes(answer.geometry))
-        if answer.row >= geometry.rows:
-            raise _misfit(link, answer, geometry)
-        if not answer.guards:
-            raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
-        known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
-        if steps.watch is not None:
-            steps.watch("answer", link)
-        tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
-        if steps.watch is not None:
-            steps.watch("resolved", link)
-        if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
-            keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
-        if (guard_set := _guard_set(tensors, answer.guards)) is None:
-            tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
-        found = answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin
-        return Resolution(*found, granted_only=isinstance(answer, GrantedOnly))
+        return _open(link, answer, what, push)
     except BaseException as error:
         if answer.pin:
             link.report(Release(answer.pin, 0, 0))
         if isinstance(error, LinkError) and link.ended:
             raise link.lost_error(what, "resolve") from error
-        if isinstance(error, LLMException) or not isinstance(error, ValueError):
+        if not isinstance(error, (ValueError, ProtocolError)):
+            raise
+        if _is_sound(link, answer, what, push):  # the exception of a signal handler has been taken for the codec's
+            raise root_cause(error) from None
+        if isinstance(error, LLMException):
             raise
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
+
+
+@elsewhere
+def _is_sound(link: Link, answer: Resolved, what: str, push: bool) -> bool:
+    try:
+        _open(link, answer, what, push)
+    except (ValueError, ProtocolError):
+        return False
+    return True
+
+
+def _open(link: Link, answer: Resolved, what: str, push: bool) -> Resolution:
+    geometry = decode_geometry(bytes(answer.geometry))
+    if answer.row >= geometry.rows:
+        raise _misfit(link, answer, geometry)
+    if not answer.guards:
+        raise ProtocolError(f"{link.peer} sent no guard: nothing would tell that its cache has changed")
+    known = answer.regions, answer.offsets, geometry.num_tensors, geometry.tensor_bytes, push
+    if steps.watch is not None:
+        steps.watch("answer", link)
+    tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
+    if steps.watch is not None:
+        steps.watch("resolved", link)
+    if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
+        keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
+    if (guard_set := _guard_set(tensors, answer.guards)) is None:
+        tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
+    found = answer.cache_id, geometry, answer.row, tensors, answer.guards, guard_set, answer.pin
+    return Resolution(*found, granted_only=isinstance(answer, GrantedOnly))
 
 
 def with_grant(remote: Resolution, grant: Grant, link: Link, what: str) -> Resolution:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._checks import HERE, require_process
 from llm_datadist._deadline import Deadline
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist._threads import Threads
 from llm_datadist.errors import LLMException, LLMStatusCode, StateError
 
@@ -88,7 +87,7 @@ class _AwaitedCall(Generic[T]):
             deadline.cancel()
         return self._context.run(self._call, deadline)
 
-    @hold_signals
+    @public_call
     def begin(self, threads: Threads) -> Future[T]:
         try:
             self._future = threads.submit(self.run)
@@ -101,19 +100,19 @@ class _AwaitedCall(Generic[T]):
     def dropped(self) -> bool:
         return self._future is not None and self._future.cancelled()
 
-    @partial(hold_signals, whole=True)
+    @public_call
     def end(self) -> None:
         """Wait for the end, if a signal handler has raised out of the first wait."""
         if self._future is not None and not self.cancel():
             wait([self._future])
 
-    @hold_signals
+    @public_call
     def leave(self) -> None:
         """Cancel the call without waiting for its end."""
         self.cancel()
         self._future = None
 
-    @hold_signals
+    @public_call
     def cancel(self) -> bool:
         """Make the call end soon; return True if it never begins."""
         if self._future is None or self._future.cancel():

@@ -72,6 +72,8 @@ class CmaConnection(SameHostConnection):
         try:
             done = move(plan, local, remote, transfer.pool, deadline.expires_ns, deadline.cancelled, transfer.guards)
         except OSError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # of a signal handler
             if (reason := probe(self._peer)) is None and error.errno != errno.ESRCH:
                 text = f"{transfer.what}: {error.strerror}; the bytes addressed are undefined"
                 raise TransferFailed(text, phase="copy") from error

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, NoReturn, Protocol, Self
 
 import msgspec
@@ -27,7 +28,7 @@ from llm_datadist._native import (
     WriteIntent,
     execute,
 )
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ class Connection(AbstractContextManager["Connection"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @hold_signals
+    @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:
         # The last reference, so the count does not matter. A constructor may have failed half way.
         if not hasattr(self, "_users") or self.closed:

@@ -27,6 +27,7 @@ from llm_datadist._native import (
     add_load,
     usable_cpus,
 )
+from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._threads import Threads
 from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
 from llm_datadist._transport.moves import MoveOwner, answer, status_of
@@ -242,12 +243,13 @@ class LaneGroup:
         """Return the lane with the smallest load, as :meth:`take`."""
         if deadline is not None and not self.loads:
             self._await_lane(deadline)
-        with self._lock:
-            if not self.loads:
-                raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-            lanes = list(self.loads)
-            return min(lanes[large and len(lanes) > 1 :], key=self.loads.__getitem__)
+        loads = self.loads  # replaced at the end; other threads take lanes out
+        lanes = list(loads)
+        if not lanes:
+            raise PeerLost("no data lane to the peer is left; link again", phase="copy")
+        return min(lanes[large and len(lanes) > 1 :], key=lambda lane: loads.get(lane, 0))
 
+    @elsewhere
     def _await_lane(self, deadline: Deadline) -> None:
         deadline.wait_for(self._changed, lambda: self.closed or bool(self.loads))
 
@@ -330,6 +332,7 @@ class LaneGroup:
         self.owner.drop(self, [each for each in self.lanes() if each <= newest])
         self.given_up = max(self.given_up, newest)
 
+    @elsewhere
     def redial(self, deadline: Deadline, *, wait: bool = True) -> None:
         """Dial lost lanes again, one thread at a time; others ``wait``. Raises LLMException if no lane is left."""
         if self.reconnect is None or len(self) >= self.wanted:
@@ -340,8 +343,7 @@ class LaneGroup:
         try:
             missing = self.wanted - len(self)
             if missing > 0 and not self.closed:
-                with deadline.without_handlers():
-                    self.owner.add(self, *self.reconnect(missing, deadline))
+                self.owner.add(self, *self.reconnect(missing, deadline))
         except LLMException:
             if not len(self):
                 raise
@@ -388,6 +390,12 @@ class Lanes:
 
     @property
     def engine(self) -> LaneEngine:
+        if (engine := self._engine) is not None and not self._closed:
+            return engine
+        return self._make_engine()
+
+    @whole
+    def _make_engine(self) -> LaneEngine:
         with self._making:
             if self._closed:
                 raise LinkRefused("the data lanes of this process are closed")

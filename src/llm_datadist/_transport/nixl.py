@@ -30,7 +30,7 @@ from llm_datadist._log import logger
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanSide, split_plan
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import elsewhere, public_call
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
 from llm_datadist._transport.moves import MoveReply, answer, is_one_request, refusal, status_of
@@ -421,6 +421,7 @@ class NixlConnection(ServedConnection):
         if self.fallback is not None:
             self.fallback.close()
 
+    @elsewhere
     def _move(self, transfer: Transfer) -> None:
         local, remote = transfer.local, transfer.remote
         check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
@@ -497,8 +498,7 @@ class _NixlTransfer:
         try:
             try:
                 end = PlanSide(part, self._transfer.local, not self._transfer.write)
-                with self._transfer.deadline.without_handlers():  # the agent is in use
-                    moved = connection.sender.move(self._turn, end, ready, self._progress)
+                moved = connection.sender.move(self._turn, end, ready, self._progress)
             except NixlFailed as error:
                 failed = error  # the owner knows whether its receiver has ended
             done = self._ask(Done(ready.move, good=bool(moved)))
@@ -512,7 +512,7 @@ class _NixlTransfer:
         return self._refuse(done, {_AGAIN: True, LOST: not moved})
 
     def _turn(self) -> float:
-        """Return the seconds to wait next; raise if this transfer shall stop. Signal handlers run."""
+        """Return the seconds to wait next; raise if this transfer shall stop."""
         seconds = self._transfer.deadline.next_turn()
         if not seconds or self._connection._aborted:
             raise self._transfer.timeout(self._progress.done)
@@ -735,7 +735,7 @@ class NixlWorker:
         finally:
             self._end()  # also after MemoryError: else quiesce would wait for ever
 
-    @hold_signals
+    @public_call
     def _handle(self, item: tuple[Callable[[], None], int] | None) -> None:
         try:
             self._drop_ended()
@@ -747,7 +747,7 @@ class NixlWorker:
         except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
             logger.exception("nixl: a request of %s failed", self.link)
 
-    @hold_signals
+    @public_call
     def _let_in(self) -> None:
         with suppress(NixlFailed), self._pushed.using(lambda: _LAZY_SECONDS) as agent:
             for _ in range(_POLLS):
@@ -858,7 +858,7 @@ class NixlWorker:
                 self.waiting_bytes -= served.nbytes
             self._changed.notify_all()
 
-    @hold_signals
+    @public_call
     def _end(self) -> None:
         for each in self.ends:
             each.close()

@@ -17,7 +17,7 @@ from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_PAGE_BYTES, readable
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist._transport.connection import AddressRange, Connection, Watch
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
@@ -224,7 +224,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @hold_signals
+    @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:
         if getattr(self, "pidfd", -1) >= 0:
             if HERE["pid"] == self._owner:

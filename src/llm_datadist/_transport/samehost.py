@@ -22,13 +22,14 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._native import close_elsewhere, readable
-from llm_datadist._native.signals import hold_signals
+from llm_datadist._native.public_call import public_call
 from llm_datadist._transport.cma import probe
 from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, peer_credentials
 from llm_datadist._transport.rendezvous import (
@@ -223,7 +224,7 @@ class SameHostListener:
             close_elsewhere([sock.detach()])
         self._pending.clear()
 
-    @hold_signals
+    @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             if HERE["pid"] == self._pid:

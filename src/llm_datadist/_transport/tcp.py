@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneLoad, Outcome, check_plan, encode_request, usable_cpus
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import split_plan
+from llm_datadist._native.public_call import elsewhere
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
 from llm_datadist._transport.lanes import (
@@ -222,6 +223,7 @@ class _LaneTransfer:
         self._started: deque[_Part] = deque()
         self._done = 0  # bytes
 
+    @elsewhere
     def run(self) -> None:
         """Move every part. Once this returns or raises, nothing touches local memory."""
         plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
@@ -247,6 +249,7 @@ class _LaneTransfer:
         finally:
             self._give_up()
 
+    @elsewhere
     def finish_only(self, lane: int, outcome: Outcome) -> None:
         """Account for the only part, and raise its error."""
         self._ended(_Part(0, lane, 0), outcome)

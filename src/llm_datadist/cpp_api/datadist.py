@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import unwrap
-from typing import TYPE_CHECKING, Final
+from threading import current_thread, main_thread
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_timeout, check_type, is_digits
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
-from llm_datadist._native.signals import public_calls_hold_signals, require_outermost
+from llm_datadist._native.public_call import for_main_thread, public_calls, require_outermost
 from llm_datadist._transfer import calls, linking
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
 from llm_datadist._transfer.calls import TransferCall
 from llm_datadist._transfer.local_copy import CacheRow
+from llm_datadist._transfer.meters import log_for_user
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api import arguments
 from llm_datadist.cpp_api.arguments import ARGUMENTS
@@ -48,11 +52,9 @@ _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
 
 
-@public_calls_hold_signals(
+@public_calls(
+    here=("PullKvCache", "PullKvBlocks", "PushKvCache", "PushKvBlocks", "CopyKvCache"),
     whole=("Initialize", "Finalize", "SetRole"),
-    Initialize="_undo_initialize",
-    AllocateCache="_undo_allocation",
-    RegisterKvCache="_undo_registration",
 )
 class LlmDataDist:
     """One instance, with the calls of the C++ class.
@@ -104,19 +106,13 @@ class LlmDataDist:
                 made = LLMDataDist(arguments.role("role", self._role), self._cluster_id, device=self._device)
                 vars(self._state).setdefault("dist", made)  # the first one; a fork could inherit a lock
             dist = self.datadist
-            life = life_of(dist)
-            life.init_undoable = False
-            if life.engine is None:
+            if life_of(dist).engine is None:
                 device = given.get(DEVICE_ID, given.get(OPTION_DEVICE_ID))
                 text = f"{OPTION_DEVICE_ID}: {device!r}, the number of a device is needed (0: only the host is there)"
                 check_rule(device is not None and is_digits(device), text)
                 # Unwrapped: it is this call, not one inside of it.
                 unwrap(LLMDataDist.init)(dist, given | {CACHE_MANAGER: "1", REMOTE_ACCESSIBLE: "1"})
         return call.status
-
-    def _undo_initialize(self, _: LLMStatusCode) -> None:
-        if self._state.dist is not None and life_of(self._state.dist).init_undoable:
-            tear_down(self._state.dist)
 
     def Finalize(self) -> LLMStatusCode:
         """Close links, listener, pools and tables, as ``LLMDataDist.finalize``.
@@ -235,10 +231,16 @@ class LlmDataDist:
                 cache_id = engine.store.register(geometry, addresses, [], remote_accessible=True).cache_id
         return call.status, cache_id
 
-    def _undo_registration(self, returned: tuple[LLMStatusCode, int | None]) -> None:
-        if returned[1] is not None:
-            engine = life_of(self.datadist).require_engine("RegisterKvCache")
-            engine.store.unregister(returned[1], engine.deadline())
+    def _cut_off(self, returned: object) -> None:
+        """Undo a call whose caller does not get the new cache."""
+        made = returned[1] if isinstance(returned, tuple) else None
+        engine = life_of(self.datadist).engine
+        if engine is None:
+            return
+        if isinstance(made, Cache):
+            engine.store.discard(made.cache_id)
+        elif isinstance(made, int):
+            engine.store.unregister(made, engine.deadline())
 
     def UnregisterKvCache(self, cache_id: int) -> LLMStatusCode:
         """Unregister a cache, as ``CacheManager.unregister_cache``.
@@ -274,10 +276,6 @@ class LlmDataDist:
                 entry = engine.store.allocate(geometry, [], engine.deadline())
             cache = _struct_of(engine, entry, cache_desc)
         return call.status, cache
-
-    def _undo_allocation(self, returned: tuple[LLMStatusCode, Cache | None]) -> None:
-        if returned[1] is not None:
-            self.DeallocateCache(returned[1].cache_id)
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
         """Deallocate a cache; unknown, freed and registered ids: ``LLM_SUCCESS`` without effect.
@@ -463,7 +461,12 @@ class _State:
     dist: LLMDataDist | None = None
 
     def __init__(self) -> None:
-        self.errors = threading.local()
+        self._errors, self._of_main = threading.local(), SimpleNamespace()
+
+    @property
+    def errors(self) -> Any:  # noqa: ANN401
+        """The attribute ``last`` of the calling thread; an errand's is the main thread's."""
+        return self._of_main if for_main_thread() else self._errors
 
 
 class _StatusCall(AbstractContextManager["_StatusCall"]):
@@ -498,12 +501,15 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # NoneArgument is an LLMException and a TypeError (interface R1); here it is a TypeError.
-        if not isinstance(error, (LLMException, OSError, MemoryError)) or isinstance(error, TypeError):
+        # In the main thread an OSError is a signal handler's.
+        own = LLMException, MemoryError, *(() if current_thread() is main_thread() else (OSError,))
+        if not isinstance(error, own) or isinstance(error, TypeError):
             return False
         status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
         self.status = status or LLMStatusCode.LLM_FAILED
         text = " ".join(str(error).splitlines())
-        logger.warning("%s returns %s: %s", self._what, self.status, text, stacklevel=3)
+        if logger.isEnabledFor(logging.WARNING):
+            log_for_user(logging.WARNING, "%s returns %s: %s", self._what, self.status, text)
         # last_error may live long: without the frames, which refer to caches and links.
         each: BaseException | None = error
         while each is not None:

@@ -19,7 +19,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import parse_indices
-from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
+from llm_datadist._native.public_call import OfProcess, public_calls, put_off
 from llm_datadist.config import parse_listen_ip_info
 from llm_datadist.datadist import LLMDataDist, life_of
 from llm_datadist.errors import (
@@ -102,7 +102,7 @@ class StoreOptions:
         check_type("verify", self.verify, bool)
 
 
-@public_calls_hold_signals(__init__="_end", lookup="release", lookup_ranks="_release_all")
+@public_calls(whole=("__init__",))
 class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     """Lookups, loads and saves of one namespace of a store.
 
@@ -323,6 +323,10 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
         for hit in hits:
             self.release(hit)
 
+    def _cut_off(self, found: object) -> None:
+        """Release hits whose caller does not get them."""
+        self._release_all([each for each in (found if isinstance(found, list) else [found]) if isinstance(each, Hit)])
+
     def save(self, keys: Sequence[bytes], cache: Cache, blocks: BlockNumbers) -> int:
         """Have the store pull block ``blocks[i]`` of ``cache`` under ``keys[i]``; return the number newly stored.
 
@@ -459,7 +463,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _end(self, _: object = None) -> None:
+    def _end(self) -> None:
         self._closed = True
         if self._dialler is threading.current_thread():  # perhaps below a lock of the event; it will look
             return

@@ -21,7 +21,7 @@ from llm_datadist._checks import check_int, check_rule, check_type, require_inta
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import count_keys
-from llm_datadist._native.signals import OfProcess, public_calls_hold_signals, put_off
+from llm_datadist._native.public_call import OfProcess, public_calls, put_off
 from llm_datadist.config import PEER_POLICY
 from llm_datadist.datadist import LLMDataDist, tear_down
 from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMemory, ParamError, StateError
@@ -117,7 +117,7 @@ class _Space:
         self.loads -= 1
 
 
-@public_calls_hold_signals(whole=("__init__", "close"), __init__="_end")
+@public_calls(here=("check_integrity",), whole=("__init__", "close"))
 class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
@@ -210,7 +210,12 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _end(self, _: object = None) -> None:
+    def _cut_off(self, result: object) -> None:
+        """End a store whose caller does not get it; other errands but ``close`` return something."""
+        if result is None:
+            self._end()
+
+    def _end(self) -> None:
         self._savers.close()
         tear_down(self.datadist)
 

@@ -16,7 +16,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64_list,
 )
-from llm_datadist._native.signals import OfProcess, hold_signals
+from llm_datadist._native.public_call import OfProcess, public_call
 from llm_datadist.errors import ParamError, StateError
 from llm_datadist.types.data_type import DataType
 from llm_datadist.types.enums import Placement
@@ -191,7 +191,7 @@ class Cache(OfProcess):
         """True for a blocks cache."""
         return self._is_blocks
 
-    @partial(hold_signals, undo=lambda _, grant: grant.revoke(), owned=True)
+    @partial(public_call, owned=True)
     def grant(
         self,
         blocks: BlockNumbers,
@@ -228,6 +228,11 @@ class Cache(OfProcess):
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
         return self._granter.grant(self._id, blocks, ttl, token, peer, on_end)
+
+    @staticmethod
+    def _cut_off(grant: Grant) -> None:
+        """End a grant whose caller does not get it."""
+        grant.revoke()
 
     def _empty(self) -> None:
         """Drop addresses and memory, for deallocation."""

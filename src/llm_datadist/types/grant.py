@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import check_type
-from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
+from llm_datadist._native.public_call import OfProcess, public_calls
 from llm_datadist.errors import ParamError, StateError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class GrantState(msgspec.Struct):
     end_claim: Callable[..., None] | None = None  # with ``released``; if claimed in this process
 
 
-@public_calls_hold_signals(plain=("blocks", "to_bytes"))
+@public_calls(plain=("blocks", "to_bytes"))
 class Grant(OfProcess):
     """Permission to pull certain blocks of a blocks cache, until it ends. An extension.
 

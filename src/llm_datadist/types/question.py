@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import check_rule
-from llm_datadist._native.signals import OfProcess, public_calls_hold_signals
+from llm_datadist._native.public_call import OfProcess, public_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ class Asker(NamedTuple):
     rights: frozenset[str]
 
 
-@public_calls_hold_signals(plain=("answer_by",))  # user code runs in it, which then answers
+@public_calls(here=("may",), plain=("answer_by",))  # user code runs in it, which then answers
 class PeerQuestion(OfProcess):
     """Question of a peer, until it is answered. An extension.
 
