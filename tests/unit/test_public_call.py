@@ -4,6 +4,7 @@ import contextvars
 import inspect
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -240,6 +241,37 @@ def test_a_handler_that_forks_ends_the_call_in_the_child_which_has_errands_of_it
         signal.signal(SIGNAL, before)
     assert ended == "the parent's"
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
+
+
+_UNTOUCHED = """
+import ctypes, signal
+
+def actions():
+    read = ctypes.CDLL(None).sigaction
+    found = {}
+    for number in range(1, 65):
+        action = ctypes.create_string_buffer(152)
+        if read(number, None, action) == 0:
+            found[number] = action.raw[:16], action.raw[136:140]  # handler, mask (of the kernel), flags
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return found, handlers, signal.signal, signal.getsignal
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+before = actions()
+from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+dist = LLMDataDist(LLMRole.MIX, 1)
+dist.init({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 65536}'})
+cache = dist.cache_manager.allocate_blocks_cache(CacheDesc(1, [2, 16], DataType.DT_UINT8))
+dist.cache_manager.copy_blocks(cache, {0: [1]})
+assert actions() == before
+dist.finalize()
+assert actions() == before
+assert len(before[0]) > 60
+"""
+
+
+def test_no_signal_of_the_process_gets_another_handler() -> None:
+    subprocess.run([sys.executable, "-c", _UNTOUCHED], check=True, timeout=60)
 
 
 class _Owner:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import never_wait_here
+from llm_datadist._native import BriefPoll
 from llm_datadist._native.public_call import do_what_was_put_off, public_call, whole
 from llm_datadist._threads import Work
 from llm_datadist.errors import StateError
@@ -51,6 +52,8 @@ class _DirectSelector(selectors.EpollSelector):
         self._outer.register(self._inherited, select.EPOLLIN)
         self._served: dict[int, Callable[[], None]] = {}
         self._turns: deque[Callable[[], None]] = deque()  # of the next round
+        self._poll = BriefPoll(self._outer.fileno())
+        self._expects = False
 
     def serve(self, sock: socket.socket, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever ``sock`` can be read. On the control thread."""
@@ -67,6 +70,10 @@ class _DirectSelector(selectors.EpollSelector):
             with suppress(ValueError):  # closed with the loop
                 self._outer.unregister(sock)
 
+    def expect(self) -> None:
+        """Poll before the next sleep: a message will follow within microseconds. On the control thread."""
+        self._expects = True
+
     def go_on(self, turn: Callable[[], None]) -> None:
         """Call ``turn`` in the next round, in which all others have theirs, too. On the control thread."""
         self._turns.append(turn)
@@ -76,7 +83,9 @@ class _DirectSelector(selectors.EpollSelector):
         do_what_was_put_off()  # by finalizers that ran in a callback
         if turns := len(self._turns):
             timeout = 0
-        asked = False
+        elif self._expects and timeout != 0:
+            self._poll.run()
+        asked = self._expects = False
         for descriptor, _ in self._outer.poll(None if timeout is None else max(timeout, 0)):
             if (callback := self._served.get(descriptor)) is not None:
                 _call(callback)
@@ -132,7 +141,7 @@ class ControlLoop:
         selector = _DirectSelector()
         self.serve, self.dismiss = selector.serve, selector.dismiss
         self.epoll = selector.epoll
-        self.go_on = selector.go_on
+        self.expect, self.go_on = selector.expect, selector.go_on
         self.loop = _EventLoop(selector)
         self.loop.set_exception_handler(_report)
         self._thread = threading.Thread(target=self._run, name="llm-datadist-control", daemon=True)

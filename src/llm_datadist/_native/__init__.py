@@ -18,6 +18,7 @@ from llm_datadist._native._native import (
     WRITER_SLOTS,
     BlockList,
     BlockPlanner,
+    BriefPoll,
     Canary,
     CopyPool,
     Ending,

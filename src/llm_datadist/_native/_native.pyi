@@ -706,6 +706,14 @@ class Stream:
         ``decrypt``.
         """
 
+@final
+class BriefPoll:
+    """Polling of one descriptor before its owner sleeps on it: a wake-up often costs more than the wait."""
+
+    def __init__(self, fd: int) -> None: ...
+    def run(self) -> None:
+        """Return when it can be read, after 60 us at most, or at once while polling has not paid. Releases the GIL."""
+
 def count_keys(keys: bytes, /) -> int:
     """Return the length of a MessagePack array of keys. ParamError: it is none."""
 

@@ -13,8 +13,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
+
+#include "busy_wait.hpp"
+#include "gil.hpp"
+#include "ticket.hpp"
 
 namespace datadist {
 
@@ -89,7 +94,8 @@ struct Errand {
 inline thread_local Errand* doing = nullptr;
 inline nb::object* cut_off = nullptr;  // type of the exception; never freed
 
-// A thread that does errands, one after the other. Both locks pass the turn; all else is changed under the GIL.
+// A thread that does errands, one after the other. Both locks pass the turn; all else is changed under the GIL. Both
+// sides poll before they sleep: a wake-up costs more than most errands.
 class Runner {
 public:
     // Returns a runner without an errand, or null: no thread can be started.
@@ -114,15 +120,17 @@ public:
     // Has an errand done. An exception of a handler goes to `raised`. False in a child that a handler has forked.
     bool run(Errand& errand, Raised& raised) {
         const pid_t pid = own_pid;
+        const unsigned ended = ended_.load();
         errand_ = &errand;
-        go_.attr("release")();
+        release_go_();
+        ++given_;
+        poll(ended_, ended, for_end_);
         while (true) {
             // A signal ends the wait if this thread gets it, and the call has run the handlers then.
-            const nb::object ended =
-                nb::steal(PyObject_CallMethod(done_.ptr(), "acquire", "Od", Py_True, turn_seconds));
-            const bool over = ended.is_valid() && PyObject_IsTrue(ended.ptr());
+            const nb::object got = nb::steal(PyObject_CallObject(acquire_done_.ptr(), within_turn_.ptr()));
+            const bool over = got.is_valid() && PyObject_IsTrue(got.ptr());
             // Also at the end: a handler that raised behind the call would lose the result.
-            if (!ended.is_valid() || PyErr_CheckSignals() != 0) {
+            if (!got.is_valid() || PyErr_CheckSignals() != 0) {
                 raised.fetch();
                 errand.cut.store(true);
             }
@@ -139,9 +147,23 @@ public:
     inline static nb::object* serve_ = nullptr;  // for Python; never freed
 
 private:
+    static constexpr std::int64_t most_poll_ns = 100'000;
     static constexpr double turn_seconds = 0.05;  // until a signal that another thread got is looked for
 
     [[noreturn]] void serve_for_ever();
+
+    // Waits a little, without the GIL, for the next number.
+    static void poll(const std::atomic<unsigned>& number, unsigned before, BusyWait& busy_wait) {
+        if (!busy_wait.begin()) return;
+        bool come = false;
+        {
+            const GilReleased released;
+            const std::int64_t end = monotonic_ns() + most_poll_ns;
+            while (!(come = number.load() != before) && monotonic_ns() < end) {
+            }
+        }
+        busy_wait.tell(come);
+    }
 
     static nb::object held_lock() {
         nb::object lock = nb::module_::import_("_thread").attr("allocate_lock")();
@@ -151,7 +173,11 @@ private:
 
     inline static std::vector<Runner*> idle_;
     nb::object go_ = held_lock(), done_ = held_lock();
+    nb::object release_go_ = go_.attr("release"), acquire_done_ = done_.attr("acquire");
+    nb::tuple within_turn_ = nb::make_tuple(true, turn_seconds);
     Errand* errand_ = nullptr;
+    std::atomic<unsigned> given_{0}, ended_{0};  // errands
+    BusyWait for_errand_, for_end_;
 };
 
 // True once the interpreter lets no other thread run.
@@ -166,7 +192,8 @@ inline PyObject* elsewhere(PyObject* function, const Arguments& given, bool whol
     Runner* runner = in_main_thread() && !exiting() ? Runner::find() : nullptr;
     if (runner == nullptr) return given.call(function);
     // With the caller's context variables; changes are lost.
-    const nb::object in_context = nb::module_::import_("contextvars").attr("copy_context")().attr("run");
+    static PyObject* const copy_context = nb::module_::import_("contextvars").attr("copy_context").inc_ref().ptr();
+    const nb::object in_context = nb::handle(copy_context)().attr("run");
     Arguments all = given;
     all.values.insert(all.values.begin(), function);
     Errand errand{in_context.ptr(), all, whole, std::max(calls.depth, 1)};

@@ -47,7 +47,8 @@ inline bool do_what_was_put_off() {
 inline void Runner::serve_for_ever() {
     nb::module_::import_("threading").attr("current_thread")().attr("name") = "lldd-call";
     pthread_setname_np(pthread_self(), "lldd-call");
-    while (true) {
+    for (unsigned given = 0;; ++given) {
+        poll(given_, given, for_errand_);
         go_.attr("acquire")();
         doing = errand_;
         calls.depth = doing->depth;
@@ -59,6 +60,7 @@ inline void Runner::serve_for_ever() {
         calls.depth = 0;
         doing = nullptr;
         done_.attr("release")();
+        ++ended_;
     }
 }
 

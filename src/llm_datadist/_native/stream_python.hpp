@@ -40,17 +40,17 @@ inline bool has_input(int fd, std::int64_t within_ns) {
     return ::ppoll(&asked, 1, &most, nullptr) != 0;
 }
 
-// Waits for input: polls, unless that was in vain of late, then sleeps until `most_ns` have passed. A signal ends it,
-// too.
-inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t most_ns) {
+// Waits for input: polls for `poll_ns`, unless that was in vain of late, then sleeps until `most_ns` have passed. A
+// signal ends it, too.
+inline void wait_for_input(int fd, BusyWait& busy_wait, std::int64_t poll_ns, std::int64_t most_ns) {
     const bool polls = busy_wait.begin();
+    if (!polls && most_ns == 0) return;
     bool come = false;
     {
         const GilReleased released;
         const std::int64_t begin = monotonic_ns();
-        const std::int64_t polls_until = begin + std::min(most_ns, BusyWait::most_ns);
-        while (polls && !come && monotonic_ns() < polls_until) come = has_input(fd, 0);
-        if (!come) has_input(fd, begin + most_ns - monotonic_ns());
+        while (polls && !come && monotonic_ns() < begin + poll_ns) come = has_input(fd, 0);
+        if (!come && most_ns > 0) has_input(fd, begin + most_ns - monotonic_ns());
     }
     if (polls) busy_wait.tell(come);
 }
@@ -323,7 +323,8 @@ private:
         };
         bool empty = nothing();
         if (empty && seconds > 0) {
-            wait_for_input(fd_, busy_wait_, static_cast<std::int64_t>(seconds * 1e9));
+            const auto most = static_cast<std::int64_t>(seconds * 1e9);
+            wait_for_input(fd_, busy_wait_, std::min(most, BusyWait::most_ns), most);
             empty = nothing();
         }
         if (empty) return std::nullopt;
@@ -362,6 +363,20 @@ private:
     bool open_ = true, released_ = false, held_ = true, watched_ = true;
     std::string kept_, input_;
     std::size_t begin_ = 0;  // of what is left of input_
+};
+
+// Polls a descriptor before the caller sleeps on it, for a message that often comes within microseconds.
+class BriefPoll {
+public:
+    explicit BriefPoll(int fd) : fd_(fd) {}
+
+    void run() { wait_for_input(fd_, busy_wait_, most_ns, 0); }
+
+private:
+    static constexpr std::int64_t most_ns = 60'000;  // measured: to the report of a pull of 64 KiB
+
+    int fd_;
+    BusyWait busy_wait_;
 };
 
 inline void bind_streams(nb::module_& m) {
@@ -410,6 +425,7 @@ inline void bind_streams(nb::module_& m) {
         .def("take", &Stream::take)
         .def_prop_ro("rest", &Stream::rest)
         .def("read_answers", &Stream::read_answers, "requests"_a, "waiter"_a, "seconds"_a, "decrypt"_a.none());
+    nb::class_<BriefPoll>(m, "BriefPoll", nb::is_final()).def(nb::init<int>(), "fd"_a).def("run", &BriefPoll::run);
 }
 
 }  // namespace datadist

@@ -100,7 +100,7 @@ class Engine:
             self.store.freed = self.grants.drop_cache
             self.questions = Questions(access)
             self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
-            self.target = Target(self.store, access)
+            self.target = Target(self.store, access, self._control.expect)
             self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))
             self.store.quiesce = self._quiesce
             # Joined after the links have ended, which ends what the threads wait for.

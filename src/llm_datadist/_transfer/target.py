@@ -20,6 +20,8 @@ from llm_datadist._transport.moves import MoveReply
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import Message
@@ -37,9 +39,11 @@ class Target:
     Threads: control; any for :meth:`drop_peer`.
     """
 
-    def __init__(self, store: CacheStore, policy: AccessPolicy) -> None:
+    def __init__(self, store: CacheStore, policy: AccessPolicy, expect: Callable[[], None] = lambda: None) -> None:
+        """``expect`` is called when a peer's next message will follow within microseconds."""
         self._store = store
         self._policy = policy
+        self._expect = expect
 
     def _found(
         self,
@@ -89,6 +93,8 @@ class Target:
             answer = Failed(message.id, int(LLMStatusCode.LLM_FAILED), f"no memory is left there: {error!r}")
         try:
             link.tell(answer)
+            if isinstance(answer, Resolved) and answer.pin:
+                self._expect()  # the Release
         except ProtocolError as error:
             # More tensors than fit a frame.
             if isinstance(answer, Resolved) and answer.pin:

@@ -157,7 +157,7 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
         if kind is not None or self._failed:
             self.kill()
         else:
-            self._signal(signal.SIGCONT)
+            self._send(signal.SIGCONT)
             # The initiator ends first, so it unlinks while its peer lives.
             for process in reversed(self.processes):
                 process.end()
@@ -165,13 +165,13 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Let the processes run during a ``with`` block; stopped ones cost others nothing."""
-        self._signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self._send(signal.SIGSTOP)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send(self, number: signal.Signals) -> None:
         for process in self.processes:
             process.signal(number)
 
