@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from inspect import signature
 from itertools import product
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -337,6 +338,18 @@ def test_a_call_that_a_signal_interrupts_leaves_no_cache_that_nobody_knows(
         signal.signal(signal.SIGUSR1, before)
     now = one.datadist.statistics()
     assert (now.caches.live, now.caches.registered, now.pools[0].used_bytes) == (0, 0, 0)
+
+
+def test_an_allocation_without_memory_for_its_struct_leaves_no_cache(
+    one: LlmDataDist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one.Initialize(LISTEN | {"llm.MemPoolConfig": '{"memory_size": 1048576}'}) is OK
+    with monkeypatch.context() as patched:
+        patched.setattr("llm_datadist.cpp_api.datadist.Mapped", mock.Mock(side_effect=MemoryError))
+        assert one.AllocateCache(Shape(1, 2, 4).desc) == (FAILED, None)
+    now = one.datadist.statistics()
+    assert (now.caches.live, now.pools[0].used_bytes) == (0, 0)
+    assert one.AllocateCache(Shape(1, 2, 4).desc)[0] is OK
 
 
 ALL = (-1, -1)
