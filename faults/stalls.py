@@ -90,28 +90,28 @@ def _frame(_: Probe, links: list[Link], undo: ExitStack) -> None:
 class _Kept:
     """Messages that wait for the end of a stall. Any thread."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self._lock = threading.Lock()  # of the two below
-        self._messages: list[Message] = []
+        self._messages: list[tuple[Message, object]] = []
         self._over = False
 
-    def instead(self, _: object) -> Callable[[Message], None]:
+    def instead(self, _: object) -> Callable[..., None]:
         return self.send
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, reports: object = None) -> None:
         with self._lock:
             if not self._over:
-                self._messages.append(message)
+                self._messages.append((message, reports))
                 return
-        self._send(message)
+        self._send(message, reports)
 
     def let_go(self) -> None:
         """Send all that was kept; on a link that has ended meanwhile it is lost."""
         with self._lock, suppress(LLMException):
             self._over = True
             for message in self._messages:
-                self._send(message)
+                self._send(*message)
 
 
 def _replace(

@@ -575,8 +575,9 @@ def public_call(function: F, elsewhere: bool, whole: bool, refuse: Callable[[Any
     """Return a function that is a public call; see ``public_call.py``."""
 
 def elsewhere(function: Callable[..., T], args: tuple[Any, ...], named: dict[str, Any], whole: bool) -> T:
-    """Call a function in another thread if this is the main thread, else here."""
+    """In the main thread: call a function in another thread."""
 
+def in_main_thread() -> bool: ...
 def for_main_thread() -> bool:
     """Return True in the main thread and in its errands."""
 

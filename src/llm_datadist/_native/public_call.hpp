@@ -102,21 +102,33 @@ inline PyObject* call_elsewhere(PublicCall* call, PyObject* const* args, std::si
     return result;
 }
 
-inline PyObject* call_public(PyObject* object, PyObject* const* args, std::size_t flags, PyObject* names) {
-    auto* call = reinterpret_cast<PublicCall*>(object);
-    const auto nargs = static_cast<std::size_t>(PyVectorcall_NARGS(flags));
-    if (call->refuse != Py_None && nargs > 0 && !made_here(call, args[0])) return nullptr;
-    const int depth = calls.depth++;
+inline PyObject* call_in_main_thread(PublicCall* call, PyObject* const* args, std::size_t flags, PyObject* names) {
     PyObject* result = nullptr;
     try {
-        result = call->elsewhere && in_main_thread() ? call_elsewhere(call, args, nargs, names)
-                                                     : PyObject_Vectorcall(call->function, args, flags, names);
+        result = call->elsewhere
+                     ? call_elsewhere(call, args, static_cast<std::size_t>(PyVectorcall_NARGS(flags)), names)
+                     : PyObject_Vectorcall(call->function, args, flags, names);
         if (!do_what_was_put_off()) Py_CLEAR(result);
     } catch (nb::python_error& error) {
         error.restore();
         Py_CLEAR(result);
     }
-    calls.depth = depth;
+    return result;
+}
+
+inline PyObject* call_public(PyObject* object, PyObject* const* args, std::size_t flags, PyObject* names) {
+    auto* call = reinterpret_cast<PublicCall*>(object);
+    if (call->refuse != Py_None && PyVectorcall_NARGS(flags) > 0 && !made_here(call, args[0])) return nullptr;
+    ++calls.depth;
+    PyObject* result;
+    if (in_main_thread()) {
+        result = call_in_main_thread(call, args, flags, names);
+    } else {
+        // No handler of C++ exceptions around it: the exit of the interpreter unwinds this stack (gil.c).
+        result = PyObject_Vectorcall(call->function, args, flags, names);
+        do_what_was_put_off();
+    }
+    --calls.depth;
     return result;
 }
 
@@ -173,6 +185,7 @@ inline void bind_calls(nb::module_& m) {
     Runner::serve_ = new nb::object(nb::cpp_function(&Runner::serve));
     m.attr("CutOff") = *cut_off;
     m.def("inside_another_call", [] { return calls.depth > 1; });
+    m.def("in_main_thread", &in_main_thread);
     m.def("for_main_thread", [] { return doing != nullptr || in_main_thread(); });
     m.def("put_off", &put_off);
     m.def("do_what_was_put_off", [] {

@@ -110,6 +110,8 @@ def whole(function: Callable[P, T]) -> Callable[P, T]:
 def _errand(function: Callable[P, T], *, whole: bool) -> Callable[P, T]:
     @wraps(function)
     def errand(*args: P.args, **named: P.kwargs) -> T:
+        if not _native.in_main_thread():  # a native frame would not survive the exit's unwinding of daemon threads
+            return function(*args, **named)
         return _native.elsewhere(function, args, named, whole)
 
     return errand
