@@ -178,6 +178,11 @@ def exhaust(world: World) -> None:
     world.memory["life"].producer.exhaust.set()
 
 
+@public_call
+def _call(function: Callable[[], object]) -> None:
+    function()
+
+
 def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractContextManager[None]]) -> None:
     """Be in that state for a while, and in no other. Returns at once."""
     life: _Life = world.memory["life"]
@@ -187,7 +192,7 @@ def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractCo
             time.sleep(seconds)
 
     # As a call of the library: a finalizer that runs in this thread would wait for the lock that it holds.
-    life.start(name, public_call(run))
+    life.start(name, partial(_call, run))
 
 
 def limit(world: World, what: str, free: int, seconds: float) -> None:
