@@ -25,13 +25,6 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the first exception of a chain."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
-
-
 class SeldomLog:
     """Log of what a peer can repeat: of each name, of this side, at most one line a second. Threads: any."""
 

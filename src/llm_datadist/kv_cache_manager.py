@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._cache.geometry import CacheKind
@@ -86,9 +85,12 @@ class KvCacheManager(EngineUser):
 
     @whole
     def _deallocate_forgotten(self, engine: Engine) -> None:
-        with suppress(IndexError):  # another thread was quicker
-            while True:
-                engine.store.deallocate(self._forgotten.popleft())
+        while self._forgotten:
+            try:
+                cache_id = self._forgotten.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            engine.store.deallocate(cache_id)
 
     def _cut_off(self, result: object) -> None:
         super()._cut_off(cache_of(result) if isinstance(result, KvCache) else result)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
-from llm_datadist._log import logger, root_cause
+from llm_datadist._log import logger
 from llm_datadist._native import Requests, Use, UseGate, Waiter, steps
-from llm_datadist._native.public_call import elsewhere, whole
+from llm_datadist._native.public_call import raise_of_handler, whole
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError, StateError
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
@@ -252,26 +252,18 @@ class Link:
         what: object,
         phase: str,
         meanwhile: Callable[[], None] | None = None,
+        waiter: Waiter | None = None,
     ) -> Message:
         """Send a request, call ``meanwhile``, wait for the answer; ``what`` is for errors.
 
         Raises RemoteFailure if the target reports a failure. Raises PeerLost if the link broke, NotLinked if it is not
         ready or this side gave it up. Raises DeadlineExceeded if no answer came in time; a late one is handled. Raises
-        ProtocolError if the request is too large.
+        ProtocolError if the request is too large. ``waiter``: an exception in its block, which the caller has begun,
+        makes a good answer a late one, unless that is taken. Default: None, its block is this call.
         """
-        with Waiter(self.requests) as waiter:
-            return self.ask(waiter, build, deadline, what, phase, meanwhile)
-
-    def ask(
-        self,
-        waiter: Waiter,
-        build: Callable[[int], Message],
-        deadline: Deadline,
-        what: object,
-        phase: str,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Message:
-        """:meth:`request`, in the block of a Waiter: an exception there makes a good answer, unless taken, late."""
+        if waiter is None:
+            with Waiter(self.requests) as waiter:
+                return self.request(build, deadline, what, phase, meanwhile, waiter)
         if waiter.done:
             raise self.lost_error(what, phase)
         channel = self.send(build(waiter.number), what, phase)
@@ -286,8 +278,7 @@ class Link:
         try:
             answer = decode(waiter.answer)
         except ProtocolError as error:
-            if self._is_sound(waiter.answer):  # the codec has taken an exception of a signal handler for its own
-                raise root_cause(error) from None
+            raise_of_handler(error, decode, waiter.answer)
             waiter.taken = True
             channel.close(str(error))
             deadline.poll(lambda: self.ended)  # the control thread ends it
@@ -296,14 +287,6 @@ class Link:
             waiter.taken = True
             raise remote_failure(answer, self.peer.cluster_id, phase)
         return answer
-
-    @elsewhere
-    def _is_sound(self, answer: bytes) -> bool:
-        try:
-            decode(answer)
-        except ProtocolError:
-            return False
-        return True
 
     def send(
         self, message: Message, what: object = None, phase: str = "send", reports: Requests | None = None

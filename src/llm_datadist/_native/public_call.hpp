@@ -64,10 +64,10 @@ inline void Runner::serve_for_ever() {
     }
 }
 
-// Python function that counts as a public call of its thread; of a class, so it is never freed. `elsewhere`: one in the main thread is an
-// errand, which is `whole` or not; if the caller cannot get its result, the first argument's `_cut_off` does, if there is one. `refuse` (unless
-// None): the first argument belongs to the process in its `_pid`; in a forked child `refuse` raises for it and the
-// function.
+// Python function that counts as a public call of its thread. It belongs to a class or a module, so it is never freed.
+// `elsewhere`: in the main thread it is an errand, `whole` or not; a result that the caller does not get goes to the
+// first argument's `_cut_off`, if there is one. `refuse` (unless None): the first argument belongs to the process in its
+// `_pid`; in a forked child `refuse` raises for it and the function.
 struct PublicCall {
     PyObject_HEAD
     vectorcallfunc vectorcall;

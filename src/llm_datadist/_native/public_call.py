@@ -30,7 +30,7 @@ from llm_datadist._native._native import (
     inside_another_call,
     put_off,
 )
-from llm_datadist.errors import StateError
+from llm_datadist.errors import ProtocolError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,9 +65,9 @@ def _refuse(self: OfProcess, function: FunctionType) -> None:
 def public_call(function: F, *, here: bool = False, whole: bool = False, owned: bool = False) -> F:
     """Make a function a public call; with ``owned`` the first argument is an :class:`OfProcess`.
 
-    Unless ``here``, the outermost call of the main thread is an errand; a ``whole`` one goes on to its end after a
-    handler has raised. If the caller does not get its result then, the first argument's ``_cut_off(result)`` is called,
-    if there is such a method.
+    Unless ``here``, a call in the main thread is an errand; a ``whole`` one goes on to its end after a handler has
+    raised. If the caller does not get its result then, the first argument's ``_cut_off(result)`` is called, if there is
+    such a method. The call is never freed: it belongs to a class or a module.
     """
     call = _native.public_call(function, not here, whole, _refuse if owned else None)
     call.owned = owned  # type: ignore[attr-defined]  # for tests
@@ -115,6 +115,21 @@ def _errand(function: Callable[P, T], *, whole: bool) -> Callable[P, T]:
         return _native.elsewhere(function, args, named, whole)
 
     return errand
+
+
+def raise_of_handler(error: Exception, function: Callable[..., object], *args: object) -> None:
+    """Raise what a signal handler has raised inside ``function``, if that took it for an error of its own.
+
+    It is so if the function, as an errand, does not fail again. Codecs do that with ValueError and TypeError.
+    """
+    try:
+        elsewhere(function)(*args)
+    except (ValueError, ProtocolError):
+        return
+    first: BaseException = error
+    while (cause := first.__cause__ or first.__context__) is not None:
+        first = cause
+    raise first from None
 
 
 def require_outermost(call: str) -> None:

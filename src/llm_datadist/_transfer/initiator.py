@@ -185,7 +185,7 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("ask", link)
         try:
-            answer = link.ask(waiter, build, deadline, op, "resolve")
+            answer = link.request(build, deadline, op, "resolve", waiter=waiter)
         except RemoteFailure as failure:
             raise failure.typed(op.what) from failure
         if not isinstance(answer, Resolved):

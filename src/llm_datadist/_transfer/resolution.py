@@ -13,10 +13,9 @@ import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
 from llm_datadist._links.messages import GrantedOnly, Guarded, Release, Resolved
-from llm_datadist._log import root_cause
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import GuardSet, steps
-from llm_datadist._native.public_call import elsewhere
+from llm_datadist._native.public_call import raise_of_handler
 from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
@@ -74,20 +73,10 @@ def open_answer(link: Link, answer: Resolved, what: str, *, push: bool) -> Resol
             raise link.lost_error(what, "resolve") from error
         if not isinstance(error, (ValueError, ProtocolError)):
             raise
-        if _is_sound(link, answer, what, push):  # the exception of a signal handler has been taken for the codec's
-            raise root_cause(error) from None
+        raise_of_handler(error, _open, link, answer, what, push)
         if isinstance(error, LLMException):
             raise
         raise ProtocolError(f"{link.peer} sent a broken answer: {error}") from error
-
-
-@elsewhere
-def _is_sound(link: Link, answer: Resolved, what: str, push: bool) -> bool:
-    try:
-        _open(link, answer, what, push)
-    except (ValueError, ProtocolError):
-        return False
-    return True
 
 
 def _open(link: Link, answer: Resolved, what: str, push: bool) -> Resolution:

@@ -7,7 +7,6 @@ import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from inspect import unwrap
-from threading import current_thread, main_thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -502,7 +501,7 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # NoneArgument is an LLMException and a TypeError (interface R1); here it is a TypeError.
         # In the main thread an OSError is a signal handler's.
-        own = LLMException, MemoryError, *(() if current_thread() is main_thread() else (OSError,))
+        own = LLMException, MemoryError, *(() if threading.current_thread() is threading.main_thread() else (OSError,))
         if not isinstance(error, own) or isinstance(error, TypeError):
             return False
         status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
