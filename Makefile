@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 # constraints.txt holds every version, also those that compile the library: both names, for older and newer pips.
 PINNED := env PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-check
-NATIVE := CMakeLists.txt cmake/exports.map $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.hpp))
+NATIVE := CMakeLists.txt cmake/exports.map $(wildcard $(addprefix src/llm_datadist/_native/,*.c *.cpp *.h *.hpp *.ptx))
 
-.PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-deploy test-site test-store wheels test-wheels asan model faults \
-	trials brittle mutation \
+.PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-cuda-abi test-deploy test-site test-store wheels test-wheels asan model faults \
+	trials brittle mutation test-ptx gpu-check \
 	bench compare lint docs clean
 
 help:
@@ -25,10 +25,13 @@ help:
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
 	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
+	@echo "make gpu-check  on a machine with an NVIDIA GPU: what the project assumes of the driver, moves and their speed (GPU='--seconds 420 --out results.json'; GPU=--fake: on none)"
+	@echo "make test-ptx  the kernel of the library, assembled for several GPUs by NVIDIA's ptxas"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
 	@echo "make test-nixl  the tests of the transport nixl, in .venv-full"
 	@echo "make test-store  the prefix store: its tests, wrong KV, and a minute of its campaign of faults (STORE='--seconds 600 --seed 1')"
 	@echo "make test-compat  this build beside others: a link between both, and a rolling upgrade; in .venv-full and build/compat"
+	@echo "make test-cuda-abi  what the library declares of NVIDIA's driver, against the headers of several versions of CUDA"
 	@echo "make test-deploy  the dashboard and the alert rules of deploy/, under a real Prometheus; its manifests, against schemas"
 	@echo "make example-vllm  two vLLM servers and a proxy: a chat completion, then five references (CONNECTOR=nixl)"
 	@echo "make example-store  two vLLM servers and a prefix store that outlives them: time to first token beside cold (EXAMPLE='--files')"
@@ -201,6 +204,14 @@ example-vllm: $(VLLM_VENV)/.installed
 example-store: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python examples/vllm/prefix_store.py $(EXAMPLE)
 
+# GPU=--fake takes the fake driver of the tests.
+gpu-check: $(STAMP)
+	@$(BIN)/python -m tests.device.gpu_check $(GPU)
+
+# It downloads ptxas into build/ptxas.
+test-ptx: $(STAMP)
+	@$(BIN)/python -m tests.device.assemble
+
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_BIN)/python -m pytest $(or $(TEST),tests/vllm)
 
@@ -224,6 +235,10 @@ test-compat: $(FULL_VENV)/.library
 	@$(PINNED) $(FULL_BIN)/python -m tests.compat.builds
 	@$(FULL_BIN)/python -m pytest $(or $(TEST),tests/compat)
 
+# It downloads the headers into build/cuda-headers.
+test-cuda-abi: $(STAMP)
+	@$(BIN)/python -m tests.device.abi
+
 compare: $(STAMP)
 	@$(BIN)/python -m benchmarks.compare_builds $(if $(BEFORE),--before $(BEFORE),--self) $(COMPARE)
 
@@ -238,7 +253,7 @@ lint: $(VENV)/.lint
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@find src tests cmake -name '*.[ch]pp' -o -name '*.c' | xargs $(BIN)/clang-format --dry-run --Werror
+	@find src tests cmake -name '*.[ch]pp' -o -name '*.[ch]' | xargs $(BIN)/clang-format --dry-run --Werror
 	@$(BIN)/python -m pytest -q tests/typing
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(BIN)/zizmor --quiet --no-progress --offline .github/workflows
