@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from llm_datadist.config import INSECURE_VARIABLE
+from tests.support import fakecuda
 from tests.support.ends import NURSERY, ChildEnd, LocalEnd, Processes
 from tests.support.pairs import TRANSPORTS, pairs
 from tests.support.source import ROOT
@@ -33,12 +34,26 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, lambda number, frame: None)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what ``pytest.mark.gpu`` marks twice: with caches in the memory of the host, and in that of a GPU."""
+    marker = metafunc.definition.get_closest_marker("gpu")
+    if marker is not None and marker.args != (False,) and "gpu" in metafunc.fixturenames:
+        values = marker.args or (False, True)
+        metafunc.parametrize("gpu", values, indirect=True, ids=["gpu" if each else "host" for each in values])
+
+
+def _parameters(item: pytest.Item) -> Iterator[tuple[str, object]]:
+    found = getattr(item, "callspec", None)
+    return ((name, value) for name, value in (found.params if found else {}).items() if name in ("gpu", "pair"))
+
+
 #: Folders whose tests take long, or wait, one after the other: they come first, so that no worker is left with them.
 FIRST = ("hosts", "faults", "integration", "native", "bench", "clients")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the folders named above first; else nothing changes."""
+    """Run the folders named above first, and nothing over cma with memory of a GPU, which the kernel does not copy."""
+    items[:] = [each for each in items if not {("gpu", True), ("pair", "cma")} <= set(_parameters(each))]
 
     def rank(item: pytest.Item) -> int:
         folder = next((each for each in item.path.relative_to(ROOT).parts if each in FIRST), None)
@@ -73,9 +88,27 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    """Show the collector everything again: pytest collects at its end, and fails the run for what complains then."""
+#: Where each process that has used the fake GPU says at its exit what it did wrong; the process that reports has it.
+_reports = None if "FAKECUDA_REPORT" in os.environ else tempfile.TemporaryDirectory(prefix="gpu-")
+if _reports is not None:
+    os.environ["FAKECUDA_REPORT"] = str(Path(_reports.name) / "report")
+_complaints: list[str] = []
+
+
+@pytest.hookimpl(trylast=True)  # once pytest-xdist has ended its processes
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run if a process did wrong with the fake GPU, or left something there.
+
+    Show the collector everything again: pytest collects at its end, and fails the run for what complains then.
+    """
     gc.unfreeze()
+    path = Path(os.environ["FAKECUDA_REPORT"])
+    fakecuda.report(path)  # pytest-xdist ends its processes at once
+    if _reports is not None:
+        with _reports:
+            _complaints.extend(each for state in fakecuda.reports(path) for each in fakecuda.complaints(state))
+        if _complaints and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -88,6 +121,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome in ("passed", "failed", "error", "xfailed", "skipped")
     }
     terminalreporter.write_line("tests between hosts: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    for each in _complaints:
+        terminalreporter.write_line(f"fake GPU: {each}", red=True)
 
 
 # Tests use all kinds of addresses; those of the rule itself say "0". Set here, so that child processes inherit it.
@@ -121,9 +156,22 @@ def socket_folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def end() -> Iterator[LocalEnd]:
+def gpu(request: pytest.FixtureRequest) -> bool:
+    """True if caches with Placement.DEVICE lie in a GPU, of the fake driver."""
+    wanted: bool = getattr(request, "param", False)
+    if wanted:
+        try:
+            fakecuda.library()
+        except fakecuda.Unsupported as error:
+            pytest.skip(str(error))
+    return wanted
+
+
+@pytest.fixture
+def end(gpu: bool) -> Iterator[LocalEnd]:
     """One end in this process, for what needs no peer; afterwards nothing may be left."""
     end = LocalEnd("alone")
+    end.gpu = gpu
     before = end.do(baseline)
     yield end
     end.stop()

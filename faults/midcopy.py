@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults.page_trap import PageTrap
+from tests.support import fakecuda
 from tests.support.world import World
 
 
@@ -55,7 +56,10 @@ def peek(pid: int, address: int, nbytes: int) -> bytes:
 
 
 def set_trap(world: World, name: str, tensor: int, offset: int) -> bool:
-    """Trap the page of a byte of a cache; return True if system calls stop there, too."""
+    """Trap the page of a byte of a cache; return True if system calls stop there, too. In a GPU no copy ends."""
+    if world.gpu:
+        world.memory["trap"] = fakecuda.Hang()
+        return False
     world.memory["trap"] = trap = PageTrap(world.caches[name].tensor_addrs[tensor] + offset)
     return trap.kernel_too
 

@@ -50,7 +50,7 @@ PAGES: Final = sorted([README, ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
 LINKING: Final = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("notes/*.md"))]
 
 #: `file.py`, `folder/`, with `:name` or `:Class.name` behind a module.
-_FILE: Final = re.compile(r"^(\.?[\w-][\w./-]*(?:\.(?:py|pyi|cpp|hpp|md|toml)|/))(?::([\w.]+))?$")
+_FILE: Final = re.compile(r"^(\.?[\w-][\w./-]*(?:\.(?:py|pyi|cpp|hpp|ptx|md|toml)|/))(?::([\w.]+))?$")
 CLASSES: Final = {name: getattr(llm_datadist, name) for name in llm_datadist.__all__} | {"CacheManager": CacheManager}
 _MEMBER: Final = re.compile(r"^([A-Z]\w*)\.(\w+)$")
 
@@ -136,7 +136,7 @@ def test_links_of_the_readme_into_pages_lead_to_a_heading() -> None:
 def test_the_readme_is_short_and_says_what_it_is_not_before_the_picture() -> None:
     assert len(_text(README).split()) <= 900
     first = _text(README).partition("![")[0]
-    assert "No GPU memory" in first
+    assert "has never run on a GPU" in first
     assert "RDMA" in first
 
 

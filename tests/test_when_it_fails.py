@@ -367,6 +367,28 @@ def _(stage: Stage) -> None:
         stage.fails(pull.finish)
 
 
+@scene("has failed in this process")
+def _(stage: Stage) -> None:
+    code = """if True:
+        import os
+        os.environ.pop("FAKECUDA_REPORT", None)  # what a lost GPU has cannot be given back
+        from llm_datadist import LLMDataDist, LLMRole, CacheDesc, DataType, Placement
+        from tests.support import fakecuda
+        from tests.support.world import make_config
+        fake, engine = fakecuda.load(), LLMDataDist(LLMRole.DECODER, 2)
+        engine.init(make_config(extra={"llm.DeviceMemory": "cuda"}))
+        one = CacheDesc(1, [2, 16], DataType.DT_FLOAT, Placement.DEVICE)
+        cache = engine.cache_manager.allocate_blocks_cache(one)
+        fake.fail("cuMemcpyAsync", 700)
+        for _ in range(2):
+            try:
+                engine.cache_manager.copy_blocks(cache, {0: [1]})
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}")
+        engine.finalize()"""
+    stage.printed += run(sys.executable, "-c", code).stdout.splitlines()
+
+
 @scene("rows or blocks are")
 def _(stage: Stage) -> None:
     halves = Spec(blocks=True, data_type=DataType.DT_FLOAT16)

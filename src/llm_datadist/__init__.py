@@ -17,6 +17,7 @@ from llm_datadist.errors import (
     CacheNotFound as CacheNotFound,
     ChecksumMismatch as ChecksumMismatch,
     DeadlineExceeded as DeadlineExceeded,
+    DeviceError as DeviceError,
     GrantEnded as GrantEnded,
     KeyInUse as KeyInUse,
     LinkError as LinkError,

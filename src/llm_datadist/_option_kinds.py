@@ -182,6 +182,14 @@ def check_buf_pool(name: str, text: str) -> None:
         previous = largest
 
 
+def _one_of(*words: str) -> Kind[str]:
+    def parse(name: str, text: str) -> str:
+        check_rule(text in words, f"{name}: {text!r} is unknown, known: {', '.join(words)}")
+        return text
+
+    return ", ".join(words), parse
+
+
 def _or_empty(parse: Callable[[str, str], object]) -> Kind[object]:
     return "JSON, or empty", lambda name, text: parse(name, text) if text else None
 
@@ -196,6 +204,8 @@ SILENCE: Final = _number(0.1, math.inf, "{0} s, it must be above 0: {2} s at lea
 LINK_AGE: Final = _number(1.0, math.inf, "{1!r} seconds, {2} s at least are needed")
 FILE: Final = _path("a file", "names no file, leave it out")
 DIRECTORY: Final = _path("a directory", "names no folder, leave it out for abstract sockets")
+DEVICE_MEMORY: Final = _one_of("host", "cuda")
+DEVICE_MOVER: Final = _one_of("auto", "kernel", "copy")
 TRANSPORT: Final[Kind[str]] = ", ".join(TRANSPORTS), _parse_transport
 USERS: Final[Kind[frozenset[int]]] = "user ids or names, comma-separated", _parse_users
 POLICY: Final[Kind[PeerPolicy]] = "JSON, or a file that holds it", PeerPolicy.parse

@@ -57,6 +57,7 @@ LOCAL_COMM_RES: Final = "llm.LocalCommRes"
 TRANSFER_BACKEND: Final = "llm.TransferBackend"
 LINK_TOTAL_TIME: Final = "llm.LinkTotalTime"
 SWITCH_ROLE: Final = "llm.EnableSwitchRole"
+DEVICE_MEMORY: Final = "llm.DeviceMemory"
 TRANSPORT: Final = "llm.Transport"
 SHM_SOCKET_DIR: Final = "llm.ShmSocketDir"
 MAX_LINKS: Final = "llm.MaxLinks"
@@ -159,7 +160,7 @@ class Options:
     # A table: one shape for all rows.
     role: LLMRole
     device_id: int = _row(DEVICE_ID, kinds.whole(0, kinds.INT32_MAX), 0,
-        "Number of the one device that the instance serves; the value has no effect.", "required")
+        "Number of the one device that the instance serves; in host memory it has no effect.", "required")
     listen: tuple[str, int] | None = _row(LISTEN, _ADDRESS, None,
         "Address at which the instance listens; port 0 picks a free one.")
     sync_kv_timeout_ms: int = _row(SYNC_TIMEOUT, kinds.whole(1, kinds.INT32_MAX), 1000,
@@ -184,6 +185,10 @@ class Options:
         f"``HCCL_CONNECT_TIMEOUT`` in the environment, else {_LINK_SECONDS}")
     link_retry_count: int = _row("llm.LinkRetryCount", kinds.whole(1, 100), 1,
         "Divides ``llm.LinkTotalTime``: the quotient, within 0.1 to 5 s, limits each attempt of ``link()``.")
+    device_memory: str = _row(DEVICE_MEMORY, kinds.DEVICE_MEMORY, "host",
+        "Where caches with Placement.DEVICE lie: ``cuda`` in the GPU of number ``device_id``.")
+    device_mover: str = _row("llm.DeviceMover", kinds.DEVICE_MOVER, "auto",
+        "How a GPU moves bytes: by a kernel, by plain copies, or as the call suits.")
     transport: str = _row(TRANSPORT, kinds.TRANSPORT, "auto",
         "The one transport of every link; ``auto`` takes the best that both sides can use.")
     shm_socket_dir: str | None = _row(SHM_SOCKET_DIR, kinds.DIRECTORY, None,

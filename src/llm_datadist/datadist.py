@@ -79,8 +79,8 @@ class LLMDataDist:
     Args:
         role: A label in v2 mode; in v1 mode it decides which calls are allowed.
         cluster_id: uint64, unique among all instances that link to each other.
-        device: Allocator of device pools, and copier for swaps; its addresses are this process's. Default: None, host
-            memory. An extension.
+        device: Where caches with Placement.DEVICE lie, as :class:`llm_datadist.devices.CudaDevice`. Default: None, as
+            ``llm.DeviceMemory`` says. An extension.
 
     Attributes:
         llm_engine_instance: The live instance of this process that was initialised last, or None.

@@ -20,6 +20,7 @@ __all__ = [
     "CacheNotFound",
     "ChecksumMismatch",
     "DeadlineExceeded",
+    "DeviceError",
     "GrantEnded",
     "KeyInUse",
     "LLMException",
@@ -291,6 +292,31 @@ class TransferFailed(LLMException):
     retryable = True
 
 
+class DeviceError(TransferFailed):
+    """A GPU failed, or does not answer; after most of its errors it fails every later call of this process at once.
+
+    Links and caches in host memory go on.
+
+    Attributes:
+        code: The driver's error code; -1 if a copy does not end.
+        unfinished: True if the copy may still run; its memory then stays in use.
+    """
+
+    retryable = False
+
+    def __init__(
+        self,
+        *args: object,
+        code: int = 0,
+        peer: int | None = None,
+        phase: str | None = None,
+        status_code: LLMStatusCode | None = None,
+    ) -> None:
+        super().__init__(*args, status_code=status_code, peer=peer, phase=phase)
+        self.code = code
+        self.unfinished = code == _UNFINISHED
+
+
 class TransferAborted(TransferFailed):
     """This side aborted a connection; transfers raise NotLinked or PeerLost instead."""
 
@@ -357,3 +383,15 @@ class ProtocolError(LLMException):
     """A message breaks the protocol; its connection ends."""
 
     default_status = LLMStatusCode.LLM_FAILED
+
+
+#: Codes of native code that are none of the driver.
+_NO_DEVICE, _UNFINISHED = 0, -1
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+def _device_error(text: str, code: int) -> LLMException:
+    """Return the exception for an error of native code about a device."""
+    if code == _NO_DEVICE:
+        return LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+    return OutOfMemory(text) if code == _OUT_OF_MEMORY else DeviceError(text, code=code, phase="copy")

@@ -16,7 +16,7 @@ from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
 from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, LLMRole, Placement
-from llm_datadist.views import tensor_views
+from llm_datadist.views import host_tensors
 
 if TYPE_CHECKING:
     from llm_datadist._native import BlockList
@@ -199,7 +199,7 @@ class KvCacheManager(EngineUser):
             0 <= index < desc.num_tensors, f"tensor_index={index}: the cache has {desc.num_tensors} tensors, from 0"
         )
         with v1_codes():
-            return [Tensor(tensor_views(cache_of(cache))[index], TensorDesc(desc.data_type, list(desc.shape)))]
+            return [Tensor(host_tensors(cache_of(cache))[index], TensorDesc(desc.data_type, list(desc.shape)))]
 
     def pull_cache(
         self,

@@ -13,8 +13,9 @@ import numpy as np
 from llm_datadist._cache.store import Storage
 from llm_datadist._checks import check_type
 from llm_datadist._memory.segment import ExternalSegment, Segment
+from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, plan_row
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
-from llm_datadist.types import Cache, DataType
+from llm_datadist.types import Cache, CacheDesc, DataType
 from llm_datadist.types.data_type import dtype_to_np_dtype
 
 if TYPE_CHECKING:
@@ -32,11 +33,36 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
 
     Raises:
         TypeError: Not a Cache.
-        ParamError: The cache was deallocated, its descriptor was enlarged, or its elements are text (``DT_STRING``).
+        ParamError: The cache was deallocated, its descriptor was enlarged, its elements are text (``DT_STRING``), or it
+            lies in a GPU: use :func:`torch_views`.
     """
+    storage, desc, dtype = _checked(cache)
+    if storage is not None and storage.tensors.place.device >= 0:
+        raise ParamError("cache: it lies in a GPU, where NumPy cannot look; torch_views has CUDA tensors over it")
+    segments = () if storage is None else storage.segments
+    views = [_bytes(address, desc.size, segments) for address in cache.tensor_addrs]
+    return [view.view(dtype).reshape(tuple(desc.shape)) for view in views]
+
+
+def host_tensors(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """Return :func:`tensor_views`; of a cache in a GPU, copies. Raises as that, and DeviceError."""
+    storage, desc, dtype = _checked(cache)
+    if storage is None or storage.tensors.place.device < 0:
+        return tensor_views(cache)
+    copies = [np.empty(desc.size, np.uint8) for _ in cache.tensor_addrs]
+    target = Tensors(np.array([each.ctypes.data for each in copies], np.uint64), desc.size)
+    plan = Plan(0, 0, len(copies), plan_row(0, 0, desc.size), ordered=False, nbytes=desc.size * len(copies))
+    kept = [segment.keep() for segment in storage.segments]
+    execute(plan, target.native, storage.tensors.native, None, NO_DEADLINE)
+    del kept
+    return [each.view(dtype).reshape(tuple(desc.shape)) for each in copies]
+
+
+def _checked(cache: Cache) -> tuple[Storage | None, CacheDesc, type[np.generic]]:
+    """Return storage, if the cache is one of an instance, descriptor and element type."""
     check_type("cache", cache, Cache)
-    desc, addresses = cache.cache_desc, cache.tensor_addrs
-    if len(addresses) != desc.num_tensors:
+    desc = cache.cache_desc
+    if len(cache.tensor_addrs) != desc.num_tensors:
         raise ParamError("cache: it has no memory any more (deallocated)")
     dtype = numpy_type("cache_desc.data_type", desc.data_type)
     memory = cache._memory  # noqa: SLF001 (of a handle; no attribute for users)
@@ -46,8 +72,7 @@ def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
             f"cache_desc.shape={list(desc.shape)}: changed since the cache was made, whose tensors have "
             f"{storage.tensors.extent} bytes"
         )
-    segments = () if storage is None else storage.segments
-    return [_bytes(address, desc.size, segments).view(dtype).reshape(tuple(desc.shape)) for address in addresses]
+    return storage, desc, dtype
 
 
 def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
@@ -58,7 +83,7 @@ def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
 
 
 def torch_views(cache: Cache) -> list[torch.Tensor]:
-    """Return one torch tensor per tensor of ``cache``, over its memory.
+    """Return one torch tensor per tensor of ``cache``, over its memory; of a cache in a GPU, CUDA tensors.
 
     Raises:
         LLMException: torch is not installed (``LLM_FEATURE_NOT_ENABLED``).
@@ -71,11 +96,26 @@ def torch_views(cache: Cache) -> list[torch.Tensor]:
             "torch_views needs torch: install it, or use tensor_views",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         ) from error
+    storage, desc, dtype = _checked(cache)
+    if storage is not None and (device := storage.tensors.place.device) >= 0:
+        bf16 = desc.data_type is DataType.DT_BF16
+        kind = torch.bfloat16 if bf16 else torch.from_numpy(np.empty(0, dtype)).dtype
+        kept = [segment.keep() for segment in storage.segments]
+        shown = [_CudaBytes(address, desc.size, kept) for address in cache.tensor_addrs]
+        return [torch.as_tensor(each, device=f"cuda:{device}").view(kind).reshape(desc.shape) for each in shown]
     views = tensor_views(cache)
     if cache.cache_desc.data_type is DataType.DT_BF16:
         # Through int16: older torch versions do not take uint16 from NumPy.
         return [torch.from_numpy(view.view(np.int16)).view(torch.bfloat16) for view in views]
     return [torch.from_numpy(view) for view in views]
+
+
+class _CudaBytes:
+    """Bytes of a GPU for torch, whose tensor keeps this object and so the memory."""
+
+    def __init__(self, address: int, nbytes: int, kept: list[object]) -> None:
+        self._kept = kept
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def _bytes(address: int, nbytes: int, segments: tuple[Segment, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -34,11 +34,14 @@ from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, li
 from tests.support.moves import BLOCKS, Spec, Use, call, in_time, make, moved, picture, same_bytes, show, wait_until
 from tests.support.wire import messages
 
-pytestmark = pytest.mark.covers(
-    "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",
-    "CacheManager: push_cache_async swap_blocks_async",
-    "LLMDataDist: link_clusters_async unlink_clusters_async",
-)
+pytestmark = [
+    pytest.mark.covers(
+        "CacheManager: copy_blocks_async copy_cache_async pull_blocks_async pull_cache_async push_blocks_async",
+        "CacheManager: push_cache_async swap_blocks_async",
+        "LLMDataDist: link_clusters_async unlink_clusters_async",
+    ),
+    pytest.mark.gpu,
+]
 
 OK = LLMStatusCode.LLM_SUCCESS
 PAGED = Spec(blocks=True)

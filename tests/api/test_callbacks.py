@@ -1,4 +1,4 @@
-"""Every public call inside every callback: handlers, lost peers, synchronizers, loggers, devices. Each ends in time."""
+"""Every public call inside every callback: handlers, lost peers, synchronizers, loggers. Each ends in time."""
 
 import logging
 import threading
@@ -26,7 +26,6 @@ from llm_datadist import (
     TransferConfig,
 )
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.testing.staged_device import StagedDevice
 from llm_datadist.types.question import PeerQuestion
 from tests.support.ends import ChildEnd
 from tests.support.kinds import World
@@ -46,23 +45,11 @@ OPTIONS: Final = make_config(
 )
 
 
-class Device(StagedDevice):
-    """Calls back when it copies."""
-
-    act: Callable[[], None] | None = None
-
-    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
-        if self.act is not None:
-            self.act()
-        super().copy_to_device(dst, src, nbytes)
-
-
 class Stage:
     """Cluster 1, on which callbacks act; cluster 2, which is lost; cluster 3, which stays. Made again where needed."""
 
     def __init__(self) -> None:
-        self.device = Device()
-        self.dd, self.lost, self.stays = (LLMDataDist(LLMRole.MIX, 1, device=self.device), *map(_new, (2, 3)))
+        self.dd, self.lost, self.stays = map(_new, (1, 2, 3))
         self.memory = np.zeros((2, 8 * 1024), np.int8)
         self.remapped = MemInfo(Memtype.MEM_TYPE_HOST, self.memory.ctypes.data, 8)
         self.addresses = [row.ctypes.data for row in self.memory]
@@ -71,7 +58,6 @@ class Stage:
         for each in (self.dd, self.lost, self.stays):
             each.init(OPTIONS)  # does nothing where it is
         linked = {each.remote_cluster_id for each in self.dd.statistics().links}
-        self.device.act = None
         for each in (self.lost, self.stays):
             if each.cluster_id not in linked:
                 assert self.dd.link_clusters([info(each.cluster_id, each.listen_port)], 10_000) == SUCCESS
@@ -191,11 +177,6 @@ def in_synchronizer(s: Stage, act: Callable[[], None]) -> None:
     s.cm.transfer_cache_async(s.cache, Acting(), [s.target]).synchronize(10_000)
 
 
-def in_device(s: Stage, act: Callable[[], None]) -> None:
-    s.device.act = act
-    s.cm.swap_blocks(s.host, s.cache, {0: 1})
-
-
 class Acting(logging.Handler):
     """Acts on the first record of the thread that made it."""
 
@@ -253,7 +234,6 @@ CALLBACKS: Final = {
         in_loss_by_unlink,
         in_loss_by_finalize,
         in_synchronizer,
-        in_device,
         in_logger_of_init,
         in_logger_of_finalize,
         in_logger_of_switch_role,

@@ -35,17 +35,19 @@ from llm_datadist._native.plan import PlanSide, digest
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import MAX_QUESTION_BYTES, MAX_QUESTION_TENSORS, ChecksumTarget
 from llm_datadist.errors import ChecksumMismatch, DeadlineExceeded, PeerLost, ProtocolError, TransferFailed
-from llm_datadist.views import tensor_views
 from tests.support import moves
 from tests.support.kinds import Bytes, ChildEnd, End, Pair, World
 from tests.support.layers import Span, spanned
 from tests.support.linking import SUCCESS, info, link, start_both
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
-from tests.support.world import residue, settled
+from tests.support.world import byte_views, residue, settled
 
 Place = tuple[int, int]
 
-pytestmark = pytest.mark.covers("errors: ChecksumMismatch DeadlineExceeded", "LLMStatusCode.LLM_SUCCESS")
+pytestmark = [
+    pytest.mark.covers("errors: ChecksumMismatch DeadlineExceeded", "LLMStatusCode.LLM_SUCCESS"),
+    pytest.mark.gpu,
+]
 
 ON = {"llm.Checksum": "1"}
 KEY = CacheKey(1, 10)
@@ -92,7 +94,7 @@ TARGET: Final = Spec(blocks=True)
 
 def flip(world: World, name: str, tensor: int, at: int) -> None:
     """Change one bit of a cache."""
-    tensor_views(world.caches[name])[tensor].reshape(-1).view(np.uint8)[at] ^= 4
+    byte_views(world.caches[name])[tensor][at] ^= 4
 
 
 def flipping(world: World, tensor: int, at: int, method: str, *args: Any, **kwargs: Any) -> None:
@@ -296,14 +298,14 @@ def test_large_transfers_are_asked_about_in_parts(shm_pair: Pair) -> None:
 def make_large(world: World, key: BlocksCacheKey | None) -> None:
     """Make a cache of 9000 blocks of 8 KiB; each block of a published one begins with its number."""
     world.caches["kv"] = world.cm.allocate_blocks_cache(CacheDesc(2, [9000, 8192], DataType.DT_UINT8), key)
-    for view in tensor_views(world.caches["kv"]):
-        view.reshape(-1).view(np.uint8)[:] = 7
+    for view in byte_views(world.caches["kv"]):
+        view[:] = 7
         if key is not None:
             view.view(np.uint32).reshape(9000, -1)[:, 0] = np.arange(9000)
 
 
 def block_numbers(world: World) -> list[list[int]]:
-    return [view.view(np.uint32).reshape(9000, -1)[:, 0].tolist() for view in tensor_views(world.caches["kv"])]
+    return [view.view(np.uint32).reshape(9000, -1)[:, 0].tolist() for view in byte_views(world.caches["kv"])]
 
 
 # --- when the peer does not look --------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ from llm_datadist import (
     cpp_api,
     store,
 )
+from llm_datadist._memory.device import HostDevice
 from llm_datadist._native.public_call import OfProcess, PublicCall
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.store import Hit, StoreClient, StoreOptions, StoreServer
-from llm_datadist.testing.staged_device import StagedDevice
 from llm_datadist.types.grant import Grant
 from llm_datadist.types.question import PeerQuestion
 from tests.support.ends import Call, ChildEnd
@@ -242,11 +242,10 @@ def taken(world: World) -> list[object]:
     return [in_child(world, lambda _: (hit.take(), len(Hit.from_bytes(hit.to_bytes())))), hit.take()]
 
 
-class Waiting(StagedDevice):
+class Waiting(HostDevice):
     """A device that stops ``init`` in this process, until it may go on."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.pid, self.waits, self.may = os.getpid(), threading.Event(), threading.Event()
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,6 @@ from llm_datadist._native import Plan
 from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist.errors import CacheMismatch, GrantEnded, LLMException
 from llm_datadist.types.grant import Grant
-from llm_datadist.views import tensor_views
 from tests.support import moves
 from tests.support.grants import LONG, grant, pull, tell
 from tests.support.kinds import Bytes, Pair, World
@@ -28,8 +27,12 @@ from tests.support.linking import speaking
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, refill, refused, same_bytes, show
 from tests.support.pairs import TRANSPORTS
 from tests.support.wire import FEATURES
+from tests.support.world import byte_views
 
-pytestmark = pytest.mark.covers("CacheManager: allocate_blocks_cache pull_blocks push_blocks register_blocks_cache")
+pytestmark = [
+    pytest.mark.covers("CacheManager: allocate_blocks_cache pull_blocks push_blocks register_blocks_cache"),
+    pytest.mark.gpu,
+]
 
 STRIDE: Final = Spec().stride
 OPEN: Final = Spec(blocks=True, blocks_key=BLOCKS)
@@ -78,8 +81,8 @@ def test_a_pull_without_a_grant_is_refused_before_the_first_byte_and_one_with_it
 def reuse(world: World) -> None:
     """Revoke the grant; give its blocks to the next request."""
     world.memory["grant"].revoke()
-    for view in tensor_views(world.caches["kv"]):
-        view.reshape(-1).view(np.uint8)[:] = 0xEE
+    for view in byte_views(world.caches["kv"]):
+        view[:] = 0xEE
 
 
 @EVERYWHERE

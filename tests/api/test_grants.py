@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from faults.gated import stopped, watch_there
@@ -23,7 +22,6 @@ from llm_datadist._transfer import grants
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, GrantEnded, ParamError, StateError
 from llm_datadist.metrics import GrantStatistics
 from llm_datadist.types.grant import Grant
-from llm_datadist.views import tensor_views
 from tests.support import linking, moves
 from tests.support.ends import Call, Family, frozen, one_family
 from tests.support.grants import AT_OWNER, LONG, at_owner, claim, grant, in_child, pull, pull_claimed, tell, totals
@@ -32,15 +30,19 @@ from tests.support.linking import SUCCESS, explain, info, link, statistics, unli
 from tests.support.moves import BLOCKS, Spec, Use, forget, make, moved, picture, refill, same_bytes, show, wait_until
 from tests.support.pairs import TRANSPORTS
 from tests.support.source import run
+from tests.support.world import byte_views
 
-pytestmark = pytest.mark.covers(
-    "GrantStatistics",
-    "Cache.grant",
-    "Grant: active from_bytes revoke to_bytes claimed end release released renew",
-    "errors: CacheNotFound GrantEnded StateError",
-    "CacheManager.claim_grant",
-    "LLMDataDist.incarnation",
-)
+pytestmark = [
+    pytest.mark.covers(
+        "GrantStatistics",
+        "Cache.grant",
+        "Grant: active from_bytes revoke to_bytes claimed end release released renew",
+        "errors: CacheNotFound GrantEnded StateError",
+        "CacheManager.claim_grant",
+        "LLMDataDist.incarnation",
+    ),
+    pytest.mark.gpu,
+]
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 REGISTERED = Spec(blocks=True, blocks_key=BLOCKS, memory="inside")
@@ -67,8 +69,8 @@ def both(pair: Pair, source: Spec = REGISTERED, **settings: Any) -> tuple[Bytes,
 def reuse(world: World) -> None:
     """What a scheduler does with a block that it gives to another request."""
     world.memory["grant"].revoke()
-    for view in tensor_views(world.caches["kv"]):
-        view.reshape(-1).view(np.uint8)[:] = 0xEE
+    for view in byte_views(world.caches["kv"]):
+        view[:] = 0xEE
 
 
 def pull_async(world: World, data: bytes, src: list[int], dst: list[int]) -> None:
@@ -540,7 +542,7 @@ def test_a_forked_child_of_the_reader_releases_nothing_and_what_it_has_is_a_copy
 def copied(world: World) -> tuple[str, str]:
     def look(world: World) -> tuple[str, list[int]]:
         held: Grant = world.memory["grant"]
-        assert tensor_views(world.caches["kv"])[0].any()
+        assert byte_views(world.caches["kv"])[0].any()
         return held.to_bytes().hex(), sorted(Grant.from_bytes(held.to_bytes()).blocks)
 
     return in_child(world, look)

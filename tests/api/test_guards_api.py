@@ -37,7 +37,7 @@ from tests.support.linking import SUCCESS, info, link, unlink
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, residue, settled
 
-pytestmark = pytest.mark.covers("errors.TransferFailed")
+pytestmark = [pytest.mark.covers("errors.TransferFailed"), pytest.mark.gpu]
 
 KEY = CacheKey(1, 10)
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
@@ -500,6 +500,7 @@ def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_pat
     same_bytes(owner.do(show, "kv"), after)
 
 
+@pytest.mark.gpu(False)
 @pytest.mark.parametrize("push", [False, True])
 def test_in_one_process_registered_memory_waits_for_readers_too(local_pair: Pair, tmp_path: Path, push: bool) -> None:
     prompt, decoder = local_pair.start(rca=True)

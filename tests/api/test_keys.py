@@ -20,9 +20,12 @@ from tests.support.world import World, fill
 #: Method, arguments, layer ranges, and what it leaves: row of the producer's "kv" -> bytes that wait with its key.
 Step = tuple[str, tuple[Any, ...], dict[str, Any], dict[int, int]]
 
-pytestmark = pytest.mark.covers(
-    "CacheKey.req_id", "CacheManager: allocate_cache check_cache_key deallocate_cache", "errors.KeyInUse"
-)
+pytestmark = [
+    pytest.mark.covers(
+        "CacheKey.req_id", "CacheManager: allocate_cache check_cache_key deallocate_cache", "errors.KeyInUse"
+    ),
+    pytest.mark.gpu,
+]
 
 INVALID_ID = 2**64 - 1
 PLACEHOLDER = CacheKey(1, req_id=INVALID_ID)

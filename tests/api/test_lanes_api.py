@@ -34,7 +34,7 @@ from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, pi
 
 Ends = tuple[End, End, Bytes, Bytes]
 
-pytestmark = pytest.mark.covers("CacheManager: pull_blocks pull_cache")
+pytestmark = [pytest.mark.covers("CacheManager: pull_blocks pull_cache"), pytest.mark.gpu]
 
 PAGED = Spec(blocks=True, blocks_key=BLOCKS)
 CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
@@ -96,6 +96,7 @@ def test_where_cma_is_refused_non_pool_memory_goes_over_lanes(strangers: tuple[C
         here.do(forget, "own")
 
 
+@pytest.mark.gpu(False)
 @pytest.mark.parametrize(
     ("one", "other", "used"),
     [

@@ -40,7 +40,6 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.datadist import _shutdown_handler
 from llm_datadist.errors import CacheError, LinkError, LLMException, NotInitialized, OutOfMemory, ParamError, StateError
 from llm_datadist.store import StoreClient, StoreServer
-from llm_datadist.testing import StagedDevice
 from llm_datadist.types.grant import Grant
 from llm_datadist.views import tensor_views
 from tests.support.ends import Call, LocalEnd
@@ -201,20 +200,19 @@ def test_finalize_amid_strangers_that_come_and_go_leaves_nothing() -> None:
 
 
 TWO_LISTENERS: Final = {"enable_cache_manager": False, "listen_ip_info": "127.0.0.1:0;127.0.0.1:0"}
-#: The device, settings, the error, and a part of its text.
-FAILURES: Final[dict[str, tuple[StagedDevice | None, dict[str, Any], type[LLMException], str]]] = {
-    "pool too large": (None, {"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
-    "no rendezvous": (None, {"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "/no/where"),
-    "a device that fails": (StagedDevice(refuse_after_bytes=0), {}, OutOfMemory, "device staged refuses 33554432"),
-    "v1 with two listeners": (None, TWO_LISTENERS, ParamError, "2 addresses"),
-    "a busy address": (None, {}, LinkError, ""),
-    "another host": (None, {"listen_ip_info": "192.0.2.1:26000"}, LinkError, "192.0.2.1:26000"),
+#: Settings, the error, and a part of its text.
+FAILURES: Final[dict[str, tuple[dict[str, Any], type[LLMException], str]]] = {
+    "pool too large": ({"mem_pool_cfg": '{"memory_size": 140737488355328}'}, OutOfMemory, "140737488355328"),
+    "no rendezvous": ({"extra": {"llm.ShmSocketDir": "/no/where"}}, ParamError, "/no/where"),
+    "v1 with two listeners": (TWO_LISTENERS, ParamError, "2 addresses"),
+    "a busy address": ({}, LinkError, ""),
+    "another host": ({"listen_ip_info": "192.0.2.1:26000"}, LinkError, "192.0.2.1:26000"),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str) -> None:
-    device, settings, kind, part = FAILURES[name]
+    settings, kind, part = FAILURES[name]
     status = LLMStatusCode.LLM_FAILED if kind is LinkError else kind.default_status
     with socket.create_server(("127.0.0.1", 0)) as probe:
         listen = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -222,7 +220,7 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
         if name == "a busy address":
             part = f"127.0.0.1:{busy.getsockname()[1]}"
             settings = {"listen_ip_info": part}
-        datadist = LLMDataDist(LLMRole.PROMPT, 1, device=device)
+        datadist = LLMDataDist(LLMRole.PROMPT, 1)
         before = residue()
         for _ in range(2):
             with pytest.raises(kind) as caught:
@@ -232,8 +230,6 @@ def test_an_init_that_fails_half_way_leaves_nothing_and_the_port_free(name: str)
             assert "\n" not in str(caught.value)
             assert LLMDataDist.llm_engine_instance is None
             assert settled(before) == before
-    if device is not None:
-        device.refuse_after(None)
     datadist.init(make_config(listen_ip_info=listen))
     assert f"127.0.0.1:{datadist.listen_port}" == listen
     datadist.finalize()

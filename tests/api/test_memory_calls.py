@@ -44,7 +44,7 @@ from tests.support.ends import ChildEnd
 from tests.support.huge import HUGE, given, mapped_huge, without_huge_pages
 from tests.support.kinds import Bytes, LocalEnd
 from tests.support.linking import explain
-from tests.support.memory import desc, map_at, refused, state, user_memory
+from tests.support.memory import FIXED_ADDRS, desc, map_at, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, forget, make, moved, same_bytes, show
 from tests.support.moves import refused as refused_there
 from tests.support.pairs import Pair
@@ -143,7 +143,7 @@ def test_a_full_guard_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(OutOfMemory, match="guard table is full"):
             store.allocate(geometry, keys, soon)
         with pytest.raises(OutOfMemory, match="guard table is full"):
-            store.register(geometry, [4096, 8192], keys, remote_accessible=True)
+            store.register(geometry, FIXED_ADDRS, keys, remote_accessible=True)
         assert small.live == 1
         assert [each.statistics().live_allocations for each in store.pools] == [2, 0]
     store.allocate(geometry, keys[:1], soon)
@@ -321,6 +321,7 @@ def check(pair: Pair, theirs: dict[str, Bytes], ours: dict[str, Bytes]) -> None:
             same_bytes(end.do(show, kind), wanted)
 
 
+@pytest.mark.gpu
 @RCA
 def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_places(pair: Pair, rca: bool) -> None:
     pair.start(rca=rca)

@@ -19,7 +19,7 @@ from tests.support.layers import INVALID, keyed, send
 from tests.support.linking import SUCCESS, alone, info, link, links, unlink
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, picture, refused, same_bytes, show
 
-pytestmark = pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS")
+pytestmark = [pytest.mark.covers("errors: CacheMismatch CacheNotFound", "LLMStatusCode.LLM_SUCCESS"), pytest.mark.gpu]
 
 
 def _publish_too_many_tensors(world: World) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import FrameType
 from typing import Any, Final
 
@@ -144,14 +145,15 @@ ONCE: Final = {
 
 
 def _params() -> Iterator[Any]:
-    """Every move over its transports, in its modes: (transport, remote access) is one scene."""
-    for rca in (False, True):
+    """Every move over its transports, in its modes: (transport, remote access, memory of a GPU) is one scene."""
+    for rca, gpu in product((False, True), (False, True)):
         for transport in TRANSPORTS:
             moves = {name: move for name, move in EVERYWHERE.items() if rca in move.modes}
             if transport == ("tcp" if rca else "shm"):
                 moves |= {name: move for name, move in ONCE.items() if rca is move.modes[0]}
+            scene = f"{transport}-{'rca' if rca else 'plain'}{'-gpu' if gpu else ''}"
             for name, move in moves.items():
-                yield pytest.param((transport, rca), move, id=f"{transport}-{'rca' if rca else 'plain'}-{name}")
+                yield pytest.param((transport, rca, gpu), move, id=f"{scene}-{name}")
 
 
 #: What no move may touch, at both ends: the same keys of other models and kinds.
@@ -164,8 +166,8 @@ BESIDE: Final = {
 @pytest.fixture(scope="module")
 def scene(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two linked ends with other caches; one at a time, since the child processes are those of all tests."""
-    transport, rca = request.param
-    for pair in pair_of(request, transport):
+    transport, rca, gpu = request.param
+    for pair in pair_of(request, transport, gpu=gpu):
         pair.start(rca=rca)
         before = [(end, end.do(_beside), end.do(_left)) for end in (pair.prompt, pair.decoder)]
         yield pair
@@ -236,7 +238,9 @@ def _random_blocks(pair: Pair, method: str, tensors: int, rows: tuple[int, int],
     run(pair, Move(method, BLOCKS, pairs, there=theirs, here=Spec(tensors, here, stride, blocks=True)))
 
 
-@pytest.mark.parametrize("scene", [(each, True) for each in TRANSPORTS], indirect=True, scope="module", ids=TRANSPORTS)
+@pytest.mark.parametrize(
+    "scene", list(product(TRANSPORTS, [True], [False, True])), indirect=True, scope="module", ids=str
+)
 def test_r26_random_blocks_of_random_shapes(scene: Pair) -> None:
     _random_blocks(scene)
 
@@ -260,7 +264,7 @@ def _frames(world: World) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("scene", [("shm", True)], indirect=True, scope="module")
+@pytest.mark.parametrize("scene", [("shm", True, gpu) for gpu in (False, True)], indirect=True, scope="module")
 def test_a_warm_pull_of_a_block_calls_few_python_functions(scene: Pair) -> None:
     """docs/notes/one-pull.md says what a frame costs."""
     scene.prompt.do(make, "kv", PAGED, 1)

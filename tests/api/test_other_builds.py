@@ -143,9 +143,9 @@ def test_a_listener_of_an_older_wire_major_is_named_as_the_possible_reason(
 def test_builds_with_other_same_host_packets_link_over_tcp_or_say_why_not(shm_pair: Pair, forced: bool) -> None:
     prompt, decoder = shm_pair.start(linked=False, extra={"llm.Transport": "shm" if forced else "auto"})
     here = rendezvous.VERSION
-    why = f"same-host packets of version {here + 1} are not understood here, only {here}"
+    why = f"same-host packets of version {here + 2} are not understood here, only {here}"
     try:
-        decoder.do(packets_of, here + 1)
+        decoder.do(packets_of, here + 2)
         text = decoder.do(dialled, prompt.port)
         if forced:
             assert text.startswith("LinkRefused: link to 127.0.0.1:")

@@ -41,8 +41,8 @@ BOTH_TRANSPORTS = pytest.mark.parametrize("family", ["shm", "tcp"], indirect=Tru
 
 
 @pytest.fixture
-def family(request: pytest.FixtureRequest) -> Iterator[Family]:
-    with one_family(getattr(request, "param", "shm")) as family:
+def family(request: pytest.FixtureRequest, gpu: bool) -> Iterator[Family]:
+    with one_family(getattr(request, "param", "shm"), gpu=gpu) as family:
         yield family
 
 
@@ -106,6 +106,7 @@ def both_pulls_lost(decoder: End, prompt: ChildEnd, reason: str) -> None:
             assert re.search(part, str(error)), error
 
 
+@pytest.mark.gpu
 @BOTH_TRANSPORTS
 def test_r22_i15_pulls_that_wait_for_a_killed_prompt_fail_and_hold_up_no_other_link(family: Family) -> None:
     prompt, third = family.born("PROMPT", 1), family.born("PROMPT", 3)
@@ -173,6 +174,7 @@ def test_r22_a_killed_peer_is_noticed_although_its_child_lives_on(family: Family
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "same_port"), [("shm", False), ("tcp", True), ("tcp", False)], indirect=["family"])
 def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, family: Family, same_port: bool) -> None:
     extra = PATIENT | ({"llm.ShmSocketDir": str(socket_folder)} if family.transport == "shm" else {})
@@ -252,6 +254,7 @@ def kill_and_link_again(world: World, pid: int, port: int) -> Any:
     return link(world, [info(1, port)])
 
 
+@pytest.mark.gpu
 def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Family) -> None:
     first, decoder = two(family, extra=PATIENT)
     for _ in range(4):
@@ -262,6 +265,7 @@ def test_r22_a_link_in_the_moment_of_the_kill_is_never_already_link(family: Fami
         first = second
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
 def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_next_init(pair: Pair) -> None:
     pair.start(extra=PATIENT)
@@ -272,7 +276,7 @@ def test_r22_i14_a_peer_that_finalizes_ends_the_link_and_links_again_after_its_n
         alone(stays)
         unlinked(stays, gone.cluster_id)
         listen = f"127.0.0.1:{gone.port}" if gone is pair.prompt else None  # the same port again
-        gone.do(finalize_and_init, make_config(listen_ip_info=listen, extra=extra))
+        gone.do(finalize_and_init, make_config(gpu=gone.gpu, listen_ip_info=listen, extra=extra))
         unlinked(stays, gone.cluster_id)
         pair.link()
         bytes_move_both_ways(pair.prompt, pair.decoder)

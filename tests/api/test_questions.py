@@ -22,19 +22,22 @@ from llm_datadist.errors import (
 )
 from llm_datadist.types.grant import Grant
 from llm_datadist.types.question import PeerQuestion
-from llm_datadist.views import tensor_views
 from tests.support.ends import frozen, one_family
 from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, info, link, speaking, unlink
 from tests.support.moves import BLOCKS, Spec, make, show, wait_until
 from tests.support.wire import messages
+from tests.support.world import byte_views
 
-pytestmark = pytest.mark.covers(
-    "LLMDataDist: answer_questions ask on_peer_lost",
-    "PeerQuestion: answer may origin refuse tenant",
-    "CacheManager: digest_blocks release_grant",
-    "Cache.grant",
-)
+pytestmark = [
+    pytest.mark.covers(
+        "LLMDataDist: answer_questions ask on_peer_lost",
+        "PeerQuestion: answer may origin refuse tenant",
+        "CacheManager: digest_blocks release_grant",
+        "Cache.grant",
+    ),
+    pytest.mark.gpu,
+]
 
 PAGED: Final = Spec(blocks=True, blocks_key=BLOCKS)
 TOKEN: Final = b"one peer's grant"
@@ -297,8 +300,8 @@ def digests(world: World, blocks: list[int], nonce: bytes = b"n" * 16) -> Any:
 
 
 def flip(world: World, tensor: int, block: int) -> None:
-    view = tensor_views(world.caches["kv"])[tensor]
-    view[block].reshape(-1).view(np.uint8)[-1] ^= 1
+    cache = world.caches["kv"]
+    byte_views(cache)[tensor].reshape(cache.cache_desc.shape[0], -1)[block, -1] ^= 1
 
 
 def test_a_digest_of_a_block_changes_with_any_of_its_tensors_and_with_the_nonce(shm_pair: Pair) -> None:

@@ -1,34 +1,37 @@
 """swap_blocks: blocks between device and host memory, with the bytes around them (interface §6.9, R26), the engine
-under it: workers, staging buffers and their memory, devices that fail (interface R10), and what is refused."""
+under it: workers, devices that fail (interface R10), and what is refused."""
 
 import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, LLMStatusCode, Placement
-from llm_datadist.errors import CacheNotFound, OutOfMemory
-from llm_datadist.testing import StagedDevice
-from tests.support.ends import Call
+from llm_datadist._native import usable_cpus
+from llm_datadist.errors import CacheNotFound, DeviceError, OutOfMemory
+from llm_datadist.metrics import SwapStatistics
+from tests.support import fakecuda
+from tests.support.ends import Call, ChildEnd
 from tests.support.kinds import LocalEnd, World
-from tests.support.memory import BrokenDevice, cpu_cache, desc, pool, state, user_memory
+from tests.support.memory import cpu_cache, desc, pool, state, user_memory
 from tests.support.moves import Spec, Use, make, moved, same_bytes, show, wait_until
 from tests.support.refusals import MISMATCH, RULE, SWAP_PAIRS, Kind, Row, Table, attempt, bad, no_op, raises, refuse
 from tests.support.refusals import Spec as Argument
 from tests.support.world import fill, read
 
-pytestmark = pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics")
+pytestmark = [
+    pytest.mark.covers("Cache.create_cpu_cache", "CacheManager.swap_blocks", "LLMDataDist.statistics"),
+    pytest.mark.gpu,
+]
 
 TENSORS, BLOCKS, HOST_BLOCKS, BLOCK = 4, 8, 12, 512
-BUFFERS = 4
-POOL_BYTES = 32 * 2**20
 EVERY_OTHER = {n: n for n in range(0, BLOCKS, 2)}  # nothing to merge
-COPIES = TENSORS * len(EVERY_OTHER)
 
 
 class Scene:
@@ -65,16 +68,10 @@ class Scene:
         assert self.world.dd.statistics().pins == 0
 
 
-@pytest.fixture(params=["host", "staged"])
-def world(request: pytest.FixtureRequest, end: LocalEnd) -> World:
-    """An end on a device without, and on one with staging."""
-    end.start("DECODER", 1, device=None if request.param == "host" else StagedDevice())
+@pytest.fixture
+def world(end: LocalEnd) -> World:
+    end.start("DECODER", 1)
     return end.world
-
-
-def start(end: LocalEnd, device: StagedDevice) -> Scene:
-    end.start("DECODER", 1, device=device)
-    return Scene(end.world)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -113,6 +110,7 @@ def test_r26_swap_moves_many_large_blocks_scattered_in_one_run_and_over_one_anot
         scene.swap({40 - block: block // 3 for block in range(40)}, out=out)
 
 
+@pytest.mark.gpu(False)
 def test_r26_chains_take_effect_in_order_when_both_caches_are_the_same_memory(world: World) -> None:
     addrs = user_memory(world, "mine", desc(shape=(10, 16)))
     device = world.cm.register_blocks_cache(desc(shape=(10, 16)), addrs)
@@ -147,7 +145,7 @@ def test_either_side_may_be_of_a_pool_registered_or_unregistered_and_of_another_
 
 
 def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> None:
-    scenes = [Scene(world, f"kv {block}", block=block) for block in (512, 2048, 1024)]  # staging grows on the way
+    scenes = [Scene(world, f"kv {block}", block=block) for block in (512, 2048, 1024)]
     before = [(show(world, scene.name), [array.copy() for array in scene.around]) for scene in scenes]
 
     def swap(scene: Scene, blocks: int) -> None:
@@ -167,177 +165,111 @@ def test_swaps_of_several_threads_with_blocks_of_several_sizes(world: World) -> 
         same_bytes(scene.around, far)
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_r06_r10_swap_out_copies_in_as_many_threads_at_once_without_a_deadline(end: LocalEnd, workers: int) -> None:
-    meeting = threading.Barrier(workers)
-
-    class Slow(StagedDevice):
-        """Copies from the device only when so many threads are at it, later than any deadline."""
-
-        def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
-            meeting.wait(30)
-            time.sleep(0.03)
-            super().copy_from_device(dst, src, nbytes)
-
-    device = Slow()
-    end.start("DECODER", 1, device=device, sync_kv_timeout=100)
-    scene = Scene(end.world)
-    end.world.probe.engine.swap.workers = workers  # this machine may have fewer CPUs than the test needs
-    scene.swap(EVERY_OTHER, out=True)
-    count = device.count("from_device")
-    assert (count.copies, count.nbytes, len(count.threads)) == (COPIES, COPIES * BLOCK, workers)
-    assert all(name.startswith("llm-datadist-swap") for name in count.threads)
-    assert device.count("on_device").copies == 0
-
-
-class Watched(StagedDevice):
-    """Empties the first buffer only when all four have been filled; notes the buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filled: set[int] = set()
-
-    def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
-        self.filled.add(dst)
-        super().copy_to_device(dst, src, nbytes)
-
-    def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
-        wait_until(lambda: self.count("to_device").copies >= BUFFERS, 30)
-        super().copy_on_device(dst, src, nbytes)
-
-
-def test_r10_four_staging_buffers_outside_the_pool_until_finalize_that_one_thread_empties(end: LocalEnd) -> None:
-    device = Watched()
-    small = start(end, device)
-    large = Scene(end.world, "large", block=2048)
-    used, workers = pool(end.world).used_bytes, end.world.dd.statistics().swap.workers
-    small.swap({0: 1, 5: 7}, out=True)
-    assert (end.world.dd.statistics().swap.staging_bytes, device.allocated_bytes) == (0, POOL_BYTES)
-    small.swap({0: 0, 1: 1, 2: 2, 9: 4, 7: 6}, out=False)  # 0, 1, 2 are merged, and cut again for the buffers
-    filled, emptied = device.count("to_device"), device.count("on_device")
-    assert (filled.copies, filled.nbytes) == (emptied.copies, emptied.nbytes) == (20, 20 * BLOCK)
-    assert (len(device.filled), len(emptied.threads)) == (BUFFERS, 1)
-    assert not filled.threads & emptied.threads
-    assert len(filled.threads) <= workers
-    assert device.count("from_device").copies == 2 * TENSORS
-    for scene, out, staging in (
-        (small, False, BUFFERS * BLOCK),
-        (large, False, BUFFERS * 2048),
-        (small, False, BUFFERS * 2048),
-        (small, True, BUFFERS * 2048),
-    ):
-        scene.swap({0: 1, 5: 7}, out=out)
-        assert end.world.dd.statistics().swap.staging_bytes == staging
-        assert device.allocated_bytes == POOL_BYTES + staging
-        assert pool(end.world).used_bytes == used
-    end.world.dd.finalize()
-    assert device.allocated_bytes == 0
-    end.world.caches.clear()
-
-
-@pytest.mark.parametrize("room", [0, BLOCK, BUFFERS * BLOCK - 1])
-def test_r10_lack_of_staging_memory_copies_nothing_and_names_the_size(end: LocalEnd, room: int) -> None:
-    device = StagedDevice()
-    large, small = start(end, device), Scene(end.world, "small", block=64)
-    device.refuse_after(POOL_BYTES + room)
-    figures = ("swap_blocks: ", f"4 staging buffers of {BLOCK} bytes ({BUFFERS * BLOCK} in all)")
-    far = [array.copy() for array in large.around]
-    for _ in range(2):  # the second time there are small buffers to give back first
-        near = show(end.world, "kv")
-        with pytest.raises(OutOfMemory) as caught:
-            large.move({0: 0, 1: 5}, out=False)
-        assert [part for part in figures if part not in str(caught.value)] == []
-        assert (caught.value.status_code, caught.value.requested) == (LLMStatusCode.LLM_OUT_OF_MEMORY, BUFFERS * BLOCK)
-        assert device.allocated_bytes == POOL_BYTES
-        same_bytes(show(end.world, "kv"), near)
-        same_bytes(large.around, far)
-        large.swap({0: 0}, out=True)
-        far = [array.copy() for array in large.around]
-        if room >= BUFFERS * 64:
-            small.swap({0: 0, 1: 5}, out=False)
-    device.refuse_after(POOL_BYTES + BUFFERS * BLOCK)
-    large.swap({1: 2}, out=False)
+@pytest.mark.gpu(True)
+def test_r06_r10_swaps_have_no_deadline_no_memory_of_their_own_and_a_worker_for_each_cpu(end: LocalEnd) -> None:
+    end.start("DECODER", 1, sync_kv_timeout=50)
+    fake, scene, cpus = fakecuda.load(), Scene(end.world, block=65536), usable_cpus()
+    scene.swap({0: 0}, out=True)
+    used, kept = pool(end.world).used_bytes, fake.state().kept
+    fake.set_rate(10 << 20)
+    for out in (True, False):
+        since = time.monotonic()
+        scene.swap(EVERY_OTHER, out=out)
+        assert time.monotonic() - since > 0.05
+    fake.set_rate(0)
+    assert end.world.dd.statistics().swap == SwapStatistics(min(4, cpus), 0)
+    assert (pool(end.world).used_bytes, fake.state().kept) == (used, kept)
 
 
 # --- failures and other callers ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("method", ["allocate", "copy_to_device", "copy_on_device", "copy_from_device"])
-def test_an_error_of_the_device_reaches_the_caller_and_the_next_swap_works(end: LocalEnd, method: str) -> None:
-    device = BrokenDevice()
-    scene = start(end, device)
-    out = method == "copy_from_device"
-    device.broken = method
-    with pytest.raises(OSError, match="device is lost"):
-        scene.move(EVERY_OTHER, out=out)
-    if method == "allocate":
-        assert device.allocated_bytes == POOL_BYTES
-    else:
-        with pytest.raises(OSError, match="device is lost"):
-            scene.move({0: 3, 1: 3}, out=out)
-    device.broken = ""
+@pytest.mark.gpu(False)
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuMemAllocHost_v2"])
+def test_r10_lack_of_device_memory_copies_nothing_and_is_named(call: str) -> None:
+    with closing(ChildEnd("of its own, whose device has no channels yet")) as end:
+        end.gpu = True
+        end.start("DECODER", 1)
+        end.do(lacks_memory, call)
+        end.stop()
+
+
+def lacks_memory(world: World, call: str) -> None:
+    scene = Scene(world)
+    near, far = show(world, "kv"), [array.copy() for array in scene.around]
+    for out in (False, True):
+        fakecuda.load().fail(call, 2)
+        with pytest.raises(OutOfMemory, match=rf"{call[:-3]}: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught:
+            scene.move({0: 0, 1: 5}, out=out)
+        assert caught.value.status_code is LLMStatusCode.LLM_OUT_OF_MEMORY
+        same_bytes(show(world, "kv"), near)
+        same_bytes(scene.around, far)
+    scene.swap({0: 0, 1: 5}, out=False)
+
+
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord"])
+def test_an_error_of_the_device_reaches_the_caller_and_the_next_swap_works(end: LocalEnd, call: str, out: bool) -> None:
+    end.start("DECODER", 1)
+    fake, scene = fakecuda.load(), Scene(end.world, blocks=32, host_blocks=32)
+    fake.fail(call, 999)
+    with pytest.raises(DeviceError, match=r"CUDA_ERROR_UNKNOWN \(999\)") as caught:
+        scene.move({n: n for n in range(0, 32, 2)}, out=out)
+    assert (caught.value.status_code, caught.value.code) == (LLMStatusCode.LLM_FAILED, 999)
     scene.swap(EVERY_OTHER, out=out)
-    assert end.world.dd.statistics().swap.staging_bytes == (0 if out else BUFFERS * BLOCK)
 
 
-def test_a_cache_deallocated_during_a_swap_keeps_its_memory_until_the_swap_has_ended(end: LocalEnd) -> None:
-    arrived, gate = threading.Event(), threading.Event()
-
-    class Gated(StagedDevice):
-        def copy_on_device(self, dst: int, src: int, nbytes: int) -> None:
-            arrived.set()
-            assert gate.wait(30)
-            super().copy_on_device(dst, src, nbytes)
-
-    scene = start(end, Gated())
-    world, cache = end.world, end.world.caches.pop("kv")
-    swap = Call(world.cm.swap_blocks, scene.host, cache, EVERY_OTHER)
-    assert arrived.wait(30)
-    used = pool(world).used_bytes
-    world.cm.deallocate_blocks_cache(cache)
-    assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 1)
-    content = make(world, "other", Spec(TENSORS, BLOCKS, BLOCK, blocks=True), 3)
-    gate.set()
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize("out", [False, True])
+def test_a_cache_deallocated_during_a_swap_keeps_its_memory_until_the_swap_has_ended(end: LocalEnd, out: bool) -> None:
+    end.start("DECODER", 1)
+    fake, scene, world = fakecuda.load(), Scene(end.world), end.world
+    fake.hang(True)
+    try:
+        swap = Call(partial(scene.move, EVERY_OTHER, out=out))
+        wait_until(lambda: fake.state().unfinished_streams > 0)
+        used, cache = pool(world).used_bytes, world.caches.pop("kv")
+        world.cm.deallocate_blocks_cache(cache)
+        assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 1)
+        content = make(world, "other", Spec(TENSORS, BLOCKS, BLOCK, blocks=True), 3)
+    finally:
+        fake.hang(False)
     swap.result()
     assert (pool(world).used_bytes, world.dd.statistics().caches.draining) == (used, 0)
     same_bytes(show(world, "other"), content)
 
 
-@pytest.mark.parametrize("pairs", [EVERY_OTHER, {0: 3, 1: 3}], ids=["at once", "in order"])
+@pytest.mark.gpu(True)
 @pytest.mark.parametrize("out", [False, True])
-def test_a_signal_handler_may_swap_too_once_a_staged_swap_has_ended(
-    end: LocalEnd, out: bool, pairs: dict[int, int]
-) -> None:
-    main, copying, handled = threading.get_ident(), threading.Event(), list[bool]()
-
-    class Ringing(StagedDevice):
-        def ring(self) -> None:
-            if not copying.is_set():
-                copying.set()
-                signal.pthread_kill(main, signal.SIGUSR1)
-
-        def copy_from_device(self, dst: int, src: int, nbytes: int) -> None:
-            self.ring()
-            super().copy_from_device(dst, src, nbytes)
-
-        def copy_to_device(self, dst: int, src: int, nbytes: int) -> None:
-            self.ring()
-            super().copy_to_device(dst, src, nbytes)
+def test_a_signal_handler_may_swap_too_during_a_swap(end: LocalEnd, out: bool) -> None:
+    fake, main, handled = fakecuda.load(), threading.get_ident(), list[int]()
 
     def handle(number: int, frame: object) -> None:
-        scene.move(pairs, out=out)
-        handled.append(copying.is_set())
+        fake.hang(False)
+        scene.move(EVERY_OTHER, out=out)
+        handled.append(number)
 
-    scene, before = start(end, Ringing()), signal.signal(signal.SIGUSR1, handle)
+    def ring() -> None:
+        wait_until(lambda: fake.state().unfinished_streams > 0)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    end.start("DECODER", 1)
+    scene, before = Scene(end.world), signal.signal(signal.SIGUSR1, handle)
+    fake.hang(True)
+    ringing = Call(ring)
     try:
-        scene.swap(pairs, out=out)
+        scene.swap(EVERY_OTHER, out=out)
     finally:
+        fake.hang(False)
         signal.signal(signal.SIGUSR1, before)
-    assert handled == [True]
+    ringing.result()
+    assert handled == [signal.SIGUSR1]
 
 
+@pytest.mark.gpu(False)
 def test_memory_that_is_being_unregistered_is_not_swapped(end: LocalEnd) -> None:
     """Its owner unmaps it as soon as that call has returned."""
-    scene = start(end, StagedDevice())
-    world, store = end.world, end.world.probe.engine.store
+    end.start("DECODER", 1)
+    scene, world, store = Scene(end.world), end.world, end.world.probe.engine.store
     addresses = [array.ctypes.data for array in scene.around]
     host = world.cm.register_blocks_cache(
         CacheDesc(TENSORS, [HOST_BLOCKS + 2, BLOCK], DataType.DT_UINT8, Placement.HOST), addresses, BlocksCacheKey(2, 9)
@@ -362,10 +294,9 @@ def described(blocks: int, *, tensors: int = 2, block: int = 64, placement: Plac
 
 
 @pytest.fixture
-def full(end: LocalEnd) -> Iterator[LocalEnd]:
-    """A device blocks cache, CPU caches, others that do not fit them or are gone; the device never hears of a call."""
-    staged = StagedDevice()
-    end.start("PROMPT", 1, device=staged)
+def full(end: LocalEnd) -> LocalEnd:
+    """A device blocks cache, CPU caches, others that do not fit them or are gone."""
+    end.start("PROMPT", 1)
     world = end.world
     for name, each in {
         "before device": described(DEVICE_BLOCKS),
@@ -385,10 +316,7 @@ def full(end: LocalEnd) -> Iterator[LocalEnd]:
         fill(cache, seed)
     for name in ("gone device", "gone pooled host", "gone host"):
         world.cm.deallocate_blocks_cache(world.caches[name])
-    before = staged.allocated_bytes, [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
-    yield end
-    after = staged.allocated_bytes, [staged.count(way).copies for way in ("to_device", "from_device", "on_device")]
-    assert after == before
+    return end
 
 
 def swap(kind: Kind, src: Any, dst: Any, *texts: str, pairs: dict[int, int] = GOOD) -> Row:
@@ -437,6 +365,7 @@ def test_r01_r16_r17_swap_refuses_what_is_no_cache_and_what_breaks_a_rule(full: 
         refuse([full], Table("cm.swap_blocks", good, specs, no_op(src_to_dst={})))
 
 
+@pytest.mark.gpu(False)
 @pytest.mark.parametrize("shift", [-64, 64, 63, -(DEVICE_BLOCKS - 1) * 64, (DEVICE_BLOCKS - 1) * 64])
 def test_r26_operands_that_overlap_without_being_the_same_are_refused(full: LocalEnd, shift: int) -> None:
     """Regression: bytes of overlapping operands were mixed, because only identical ones were looked for."""

@@ -64,14 +64,17 @@ from tests.support.world import fill, nixl_stands_in
 #: and the size of a piece, and what arrives.
 Shape = tuple[Spec, Spec, int, int | None, tuple[Any, ...], list[Span]]
 
-pytestmark = pytest.mark.covers(
-    "CacheTask",
-    "CacheManager.transfer_cache_async",
-    "CacheTask: errors get_results synchronize",
-    "llm: Checksum Transport",
-    "LayerSynchronizer.synchronize_layer",
-    "errors.StateError",
-)
+pytestmark = [
+    pytest.mark.covers(
+        "CacheTask",
+        "CacheManager.transfer_cache_async",
+        "CacheTask: errors get_results synchronize",
+        "llm: Checksum Transport",
+        "LayerSynchronizer.synchronize_layer",
+        "errors.StateError",
+    ),
+    pytest.mark.gpu,
+]
 
 ROWS, STRIDE, LAYERS = 8, 48, 2
 TOTAL = ROWS * STRIDE

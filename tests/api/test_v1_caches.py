@@ -38,7 +38,6 @@ from llm_datadist import (
     errors,
 )
 from llm_datadist.errors import CacheNotFound, NotInitialized, NotLinked, OutOfMemory, ParamError, StateError
-from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 from tests.support import ranks, refusals
 from tests.support.ends import ChildEnd, LocalEnd, freeze, frozen
@@ -65,17 +64,21 @@ from tests.support.refusals import MISMATCH, RULE, TYPE, UNLINKED, Spec, Table, 
 from tests.support.v1 import DIRECT, POOL, desc, kv_call, kv_make, start_end
 from tests.support.world import fill, make_config, read, residue, settled
 
-pytestmark = pytest.mark.covers(
-    "KvCache",
-    "KvCacheManager",
-    "KvCache: *",
-    "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache get_cache_tensors",
-    "KvCacheManager: remove_cache_key swap_blocks check_cache_key is_initialized pull_blocks pull_cache",
-    "KvCacheManager: transfer_cache_async",
-    "LLMConfig.mem_pool_cfg",
-    "llm.MemPoolConfig",
-    "LLMDataDist: check_link_status link_clusters",
-)
+pytestmark = [
+    pytest.mark.covers(
+        "KvCache",
+        "KvCacheManager",
+        "KvCache: *",
+        "KvCacheManager: allocate_blocks_cache allocate_cache copy_blocks copy_cache deallocate_cache",
+        "KvCacheManager.get_cache_tensors",
+        "KvCacheManager: remove_cache_key swap_blocks check_cache_key is_initialized pull_blocks pull_cache",
+        "KvCacheManager: transfer_cache_async",
+        "LLMConfig.mem_pool_cfg",
+        "llm.MemPoolConfig",
+        "LLMDataDist: check_link_status link_clusters",
+    ),
+    pytest.mark.gpu,
+]
 
 PLACEHOLDER = CacheKey(1, 2**64 - 1)
 BLOCKS = BlocksCacheKey(1, 3)
@@ -195,6 +198,20 @@ def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, p
     assert (caches.live, caches.deferred) == (1, 1)  # the published one waits for its key
 
 
+@pytest.mark.gpu(True)
+def test_tensors_of_a_cache_in_a_gpu_are_copies_of_its_bytes(end: LocalEnd) -> None:
+    start_end(end, "DECODER")
+    manager = end.world.dd.kv_cache_manager
+    cache = manager.allocate_cache(desc())
+    written = fill(memory_of(cache), 1)
+    for index, wanted in enumerate(written):
+        (shown,) = manager.get_cache_tensors(cache, index)
+        same_bytes([shown.numpy().reshape(wanted.shape)], [wanted])
+        shown.numpy()[:] = 0
+    same_bytes(read(memory_of(cache)), written)
+
+
+@pytest.mark.gpu(False)
 def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cache_and_outlive_it(end: LocalEnd) -> None:
     """Regression: a copy of a handle owned the memory too, and gave its cache back."""
     start_end(end, "PROMPT", **DIRECT)
@@ -225,10 +242,9 @@ def test_a_copy_of_a_handle_is_the_handle_and_tensors_are_the_memory_of_the_cach
 
 
 # --- copies and swaps ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
-def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) -> None:
-    device = StagedDevice() if staged else None
-    start_end(end, "DECODER", device=device)
+@pytest.mark.gpu
+def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd) -> None:
+    start_end(end, "DECODER")
     manager = end.world.dd.kv_cache_manager
     caches = [manager.allocate_cache(desc()), manager.allocate_cache(desc(rows=3))]
     caches.append(manager.allocate_blocks_cache(desc()))
@@ -249,25 +265,14 @@ def test_r10_r26_copies_and_swaps_inside_one_end(end: LocalEnd, staged: bool) ->
     kv = moved(moved(kv, kv, [(1, 4), (2, 4), (7, 4), (3, 0)]), kv, [(5, 0)])
     manager.swap_blocks(rows, host, {6: 4, 7: 1})  # out of rows, into blocks
     cpu = moved(cpu, src, [(4, 6), (1, 7)])
-    assert end.world.dd.statistics().swap.staging_bytes == 0
     manager.swap_blocks(host, paged, {3: 0, 4: 7})
     kv = moved(kv, cpu, [(0, 3), (7, 4)])
-    # Four buffers of a block's size (interface R10).
-    assert end.world.dd.statistics().swap.staging_bytes == (4 * 48 if device else 0)
     for cache, wanted in zip(caches, (src, dst, kv, cpu, cpu), strict=True):
         same_bytes(read(memory_of(cache)), wanted)
     manager.deallocate_cache(few)
     for two in ((rows, few), (few, rows)):
         with pytest.raises(CacheNotFound):
             manager.copy_cache(*two)
-    if device is not None:
-        wide = manager.allocate_blocks_cache(desc(1, 2, 4096))
-        one = CacheDesc(1, [2, 4096], DataType.DT_UINT8, Placement.HOST)
-        larger = KvCache.create_cpu_cache(one, user_memory(end.world, "larger", one))
-        device.refuse_after(device.allocated_bytes - 4 * 48)
-        with pytest.raises(OutOfMemory, match="staging") as caught:  # v1's own code
-            manager.swap_blocks(larger, wide, {0: 0})
-        assert caught.value.status_code is LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("method", ["copy_cache", "copy_blocks"])
@@ -361,8 +366,10 @@ def test_memory_under_a_writer_stays_mapped(
     assert f"registered memory is still in use by cluster 1 (pid {sending[0].pid} on " in text
     assert "\n" not in text
     assert "stay mapped" in caplog.text
-    assert [view.ctypes.data for view in kept_mapped] == [address]
-    assert np.array_equal(kept_mapped[0][:48], before[0][0])
+    (kept,) = kept_mapped
+    assert isinstance(kept, np.ndarray)
+    assert kept.ctypes.data == address
+    assert np.array_equal(kept[:48], before[0][0])
 
 
 def test_a_handle_dropped_during_its_transfer_frees_nothing_before_the_end(local_pair: Pair, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def made(name: str, folder: Path) -> Path:
 
 
 def _copy(name: str, build: Path) -> Path:
-    unneeded = shutil.ignore_patterns("__pycache__", "*.cpp", "*.hpp", "*.so")
+    unneeded = shutil.ignore_patterns("__pycache__", "*.cpp", "*.hpp", "*.ptx", "*.so")
     shutil.copytree(ROOT / "src", build, ignore=unneeded)
     natives = list(compiled("_native").parent.glob("*.so"))
     assert natives, "the native modules are not there"

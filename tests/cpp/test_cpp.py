@@ -20,27 +20,30 @@ import pytest
 
 from llm_datadist import CacheKeyByIdAndIndex, cpp_api
 from llm_datadist.cpp_api import Cache, CacheIndex, ClusterInfo, IpInfo, KvCacheExtParam, LlmDataDist, LlmRole
-from llm_datadist.errors import NotInitialized, NotLinked, ParamError
-from llm_datadist.testing import StagedDevice
-from tests.support import cpp, refusals
+from llm_datadist.errors import DeviceError, NotInitialized, NotLinked, ParamError
+from tests.support import cpp, fakecuda, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
 from tests.support.ends import frozen
 from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, alone, info, statistics
 from tests.support.linking import link as link_v2
-from tests.support.memory import FIXED_ADDRS, BrokenDevice
+from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Spec as CacheSpec
 from tests.support.moves import Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.probe import Probe
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table, bad, integer, refuse, refuse_each
+from tests.support.world import GPU_OPTION
 
-pytestmark = pytest.mark.covers(
-    "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined Cache",
-    "cpp_api: CacheDesc CacheIndex KvCacheExtParam",
-    "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache SetRole UnlinkLlmClusters datadist",
-    "cpp_api.LlmDataDist: AllocateCache DeallocateCache UnregisterKvCache last_error CopyKvBlocks CopyKvCache",
-    "cpp_api.LlmDataDist: PullKvBlocks PullKvCache PushKvBlocks PushKvCache",
-)
+pytestmark = [
+    pytest.mark.covers(
+        "cpp_api: CachePlacement ClusterInfo IpInfo LlmDataDist LlmRole OPTION_DEVICE_ID RegisterCfg Undefined Cache",
+        "cpp_api: CacheDesc CacheIndex KvCacheExtParam",
+        "cpp_api.LlmDataDist: Finalize Initialize LinkLlmClusters RegisterKvCache SetRole UnlinkLlmClusters datadist",
+        "cpp_api.LlmDataDist: AllocateCache DeallocateCache UnregisterKvCache last_error CopyKvBlocks CopyKvCache",
+        "cpp_api.LlmDataDist: PullKvBlocks PullKvCache PushKvBlocks PushKvCache",
+    ),
+    pytest.mark.gpu,
+]
 
 FAILED = cpp_api.LLMStatusCode.LLM_FAILED
 LISTEN_IP = cpp_api.OPTION_LISTEN_IP_INFO
@@ -464,10 +467,10 @@ def test_a_cache_manager_at_the_other_end_uses_it_too(shm_pair: Pair) -> None:
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("device", [None, "staged"])
-def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: LocalEnd, device: str | None) -> None:
+@pytest.mark.gpu
+def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: LocalEnd) -> None:
     random = np.random.default_rng(0)
-    end.do(start, LlmRole.kMix, 1, "auto", {}, StagedDevice() if device else None)
+    end.do(start, LlmRole.kMix, 1, "auto", {GPU_OPTION: "cuda"} if end.gpu else {})
     shapes = {"kv": Shape(rows=50), "other": Shape(rows=70), "host": Shape(rows=50, placement=HOST)}
     held = {name: end.do(made, name, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
     held["cpu"] = end.do(cpp.host_memory, "cpu", Shape(rows=60, placement=HOST), 3)
@@ -480,7 +483,6 @@ def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: L
     for target, source in zip(held["other"], held["kv"], strict=True):
         target[0, 9:29] = source[5, 9:29]
     held["host"] = moved(held["host"], held["kv"], [(2, 1)])
-    assert end.world.dd.statistics().swap.staging_bytes == 0
     for _ in range(20):
         # Within "kv" the later pairs read what the earlier ones wrote.
         for of, to in (("kv", "other"), ("kv", "kv"), ("kv", "host"), ("cpu", "kv"), ("kv", "cpu"), ("host", "kv")):
@@ -492,24 +494,21 @@ def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: L
                     tensor[row] = source[block]
             for name, wanted in held.items():
                 same_bytes(end.do(show, name), wanted)
-    # Four buffers of a block's size (interface R10).
-    assert end.world.dd.statistics().swap.staging_bytes == (4 * 64 if device else 0)
     # With a size, rows of unequal length will do (interface R8).
     wide = end.do(made, "wide", Shape(width=17), 4)
     assert end.do(run, "CopyKvCache", KV, Use("wide"), 0, 0, 0, 64) is OK
     same_bytes(end.do(show, "wide"), moved(wide, held["kv"], [(0, 0)]))
 
 
+@pytest.mark.gpu(True)
 def test_a_device_that_fails_is_a_status_and_not_an_exception(end: LocalEnd) -> None:
-    device = BrokenDevice()
-    device.broken = "copy_to_device"
-    end.do(start, LlmRole.kMix, 1, "auto", {}, device)
+    end.do(start, LlmRole.kMix, 1, "auto", {GPU_OPTION: "cuda"})
     end.do(made, "kv", Shape(), 1)
     end.do(cpp.host_memory, "cpu", ON_HOST, 2)
+    fakecuda.load().fail("cuMemcpyAsync", 999)
     status, text = end.do(attempt, "CopyKvBlocks", Use("cpu"), KV, [0], [[0]])
-    assert (status.name, text) == ("LLM_FAILED", "device is lost")
-    assert isinstance(dist(end.world).last_error, OSError)
-    device.broken = ""
+    assert (status.name, "cuMemcpyAsync: CUDA_ERROR_UNKNOWN (999)" in text) == ("LLM_FAILED", True), text
+    assert isinstance(dist(end.world).last_error, DeviceError)
     assert end.do(run, "CopyKvBlocks", Use("cpu"), KV, [0], [[0]]) is OK
 
 

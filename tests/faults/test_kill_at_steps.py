@@ -23,7 +23,7 @@ KEY: Final = CacheKey(1, 10)
 PUSH_ONLY: Final = {"before write", "after write", "consumed", "target consumed"}
 PULL_ONLY: Final = {"before copy", "after copy", "release", "released", "target release", "target released"}
 TIMED: Final = {"deadline", "write deadline"}
-TRANSPORTS: Final = ("shm", "cma", "tcp")
+TRANSPORTS: Final = ("shm", "cma", "tcp", "shm+gpu", "tcp+gpu")  # caches in the memory of the host, or of a GPU
 
 
 class Ends:
@@ -31,7 +31,9 @@ class Ends:
 
     def __init__(self, transport: str, *, push: bool) -> None:
         self.push = push
-        self.settings: dict[str, Any] = {"extra": {"llm.Transport": transport}, "sync_kv_timeout": 20_000}
+        transport, _, gpu = transport.partition("+")
+        extra = {"llm.Transport": transport}
+        self.settings: dict[str, Any] = {"extra": extra, "gpu": bool(gpu), "sync_kv_timeout": 20_000}
         if push:
             self.settings["enable_remote_cache_accessible"] = True
         self.survivor, self.neighbour = LocalEnd("survivor"), LocalEnd("neighbour")

@@ -14,9 +14,8 @@ import pytest
 
 from faults.gates import watched
 from faults.limits import few_descriptors, few_threads, give, little_memory, take
-from llm_datadist import CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, Placement, TransferConfig
+from llm_datadist import CacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, TransferConfig
 from llm_datadist.errors import OutOfMemory, TransferFailed
-from llm_datadist.testing import StagedDevice
 from tests.support.ends import ChildEnd, End, LocalEnd
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, bytes_move_both_ways, info, link, links, unlink
@@ -335,25 +334,6 @@ def test_without_a_thread_that_digests_one_pull_fails_and_the_next_ones_succeed(
         shm_pair.decoder.do(call, *PULL)
     same_bytes(shm_pair.decoder.do(show, "target"), source)
     bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
-
-
-@pytest.mark.parametrize("free", range(6))
-def test_swaps_with_few_threads_succeed_or_have_copied_nothing(end: LocalEnd, free: int) -> None:
-    end.start("DECODER", 2, device=StagedDevice())
-    world, pairs = end.world, {each: 7 - each for each in ROWS}
-    for out in (False, True):
-        here, there = ("host", "device") if out else ("device", "host")
-        source = end.do(make, there, Spec(blocks=True, placement=Placement[there.upper()]), 1)
-        target = end.do(make, here, Spec(blocks=True, placement=Placement[here.upper()]), 2)
-        with few_threads(free, ""):
-            error = failure(world.cm.swap_blocks, world.caches[there], world.caches[here], pairs)
-        if error is not None:
-            assert error.status_code is LLMStatusCode.LLM_FAILED
-            same_bytes(end.do(show, here), target)
-        world.cm.swap_blocks(world.caches[there], world.caches[here], pairs)
-        same_bytes(end.do(show, here), moved(target, source, [(to, at) for at, to in pairs.items()]))
-        for name in (here, there):
-            end.do(forget, name)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -189,22 +189,32 @@ def _computed() -> dict[str, Frame]:
 
 def _rendezvous() -> dict[str, Frame]:
     kinds = get_args(get_type_hints(rendezvous.decode)["return"])
-    of_version = {"version": rendezvous.VERSION}
-    frames = {
-        name: Frame(msgspec.structs.replace(each.value, **of_version if "Hello" in name else {}), _packet, each.read)
-        for name, each in _each(kinds, _packet, rendezvous.decode).items()
-    }
-    return frames | {
-        "offer of shm, in a Welcome": Frame("@a rendezvous", _shm_offer),
-        "guard table: cookie, two generations": Frame([3, 1], _guard_table),
-        "page of write intents: a writer, one that has ended, a reader": Frame([3, 4, 5], _intents),
-    }
+    frames = _each(kinds, _packet, rendezvous.decode)
+    with_device = {}
+    for name, each in list(frames.items()):
+        if "Hello" in name:
+            on_host = [msgspec.structs.replace(region, device=b"") for region in each.value.regions]
+            of_host = msgspec.structs.replace(each.value, version=rendezvous.VERSION, regions=on_host)
+            of_device = msgspec.structs.replace(each.value, version=rendezvous.WITH_DEVICES)
+            frames[name] = Frame(of_host, _packet, each.read)
+            with_device[f"{name}, regions of a GPU"] = Frame(of_device, _packet, each.read)
+    return (
+        frames
+        | with_device
+        | {
+            "offer of shm, in a Welcome": Frame("@a rendezvous", _shm_offer),
+            "guard table: cookie, two generations": Frame([3, 1], _guard_table),
+            "page of write intents: a writer, one that has ended, a reader": Frame([3, 4, 5], _intents),
+        }
+    )
 
 
 def _shm_offer(name: str) -> bytes:
     shm: Any = SimpleNamespace(rendezvous=SimpleNamespace(expect=lambda *how: None, name=name))
     guards = SimpleNamespace(cookie=some("cookie"))
-    meeting: Any = SimpleNamespace(exports=SimpleNamespace(guards=guards), dialled=False, token=b"", offered=None)
+    meeting: Any = SimpleNamespace(
+        exports=SimpleNamespace(guards=guards), dialled=False, token=b"", offered=None, both_have_devices=True
+    )
     return ShmTransport.offer(shm, meeting)
 
 

@@ -17,7 +17,7 @@ from tests.native.drivers import NATIVE, ROOT, Unsupported, compiler
 from tests.support import debian
 
 HERE: Final = Path(__file__).parent
-MODELS: Final = ("guards", "write_intents", "reply_cache")
+MODELS: Final = ("guards", "write_intents", "reply_cache", "device")
 BUILD: Final = ROOT / "build" / "model"
 
 #: A step of the source: function, file, what its body says.

@@ -73,7 +73,10 @@ def build(driver: Driver, folder: Path, sanitizers: str = "") -> Path:
     if sanitizers:
         _check_supported(flags, folder, sanitizers)
     made_of.unlink(missing_ok=True)
-    subprocess.run([compiler(), *flags, str(driver.source), "-o", str(binary), "-ldl"], check=True)
+    # CMake writes it otherwise.
+    kernel = f'namespace datadist {{ constexpr char copy_ptx[] = R"PTX({(NATIVE / "copy.ptx").read_text()})PTX"; }}'
+    (folder / "copy_ptx.hpp").write_text(f"#pragma once\n{kernel}\n")
+    subprocess.run([compiler(), *flags, f"-I{folder}", str(driver.source), "-o", str(binary), "-ldl"], check=True)
     made_of.write_text(digest)
     return binary
 
@@ -81,7 +84,12 @@ def build(driver: Driver, folder: Path, sanitizers: str = "") -> Path:
 def _digest(driver: Driver, flags: list[str]) -> str:
     """Return a digest of all that a driver is made of."""
     found = hashlib.sha256(repr([compiler(), *flags]).encode())
-    for source in (driver.source, *sorted(NATIVE.glob("*.hpp")), driver.source.with_name("check.hpp")):
+    for source in (
+        driver.source,
+        *sorted(NATIVE.glob("*.h*")),
+        NATIVE / "copy.ptx",
+        driver.source.with_name("check.hpp"),
+    ):
         found.update(source.read_bytes())
     return found.hexdigest()
 

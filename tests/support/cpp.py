@@ -18,11 +18,12 @@ from llm_datadist.cpp_api import (
     LlmRole,
     LLMStatusCode,
 )
+from tests.support import fakecuda
 from tests.support.ends import End
 from tests.support.memory import user_memory
 from tests.support.moves import Bytes, Use
 from tests.support.pairs import Pair
-from tests.support.world import World, fill, ids_as_in_a_fresh_process
+from tests.support.world import GPU_OPTION, World, fill, ids_as_in_a_fresh_process
 
 OK = LLMStatusCode.LLM_SUCCESS
 BAD = LLMStatusCode.LLM_PARAM_INVALID
@@ -47,9 +48,7 @@ class Shape:
         return CacheDesc(self.placement, self.tensors, DataType.DT_INT32, [self.rows, self.width])
 
 
-def start(
-    world: World, role: LlmRole, cluster_id: int, transport: str, options: dict[str, str], device: Any = None
-) -> int:
+def start(world: World, role: LlmRole, cluster_id: int, transport: str, options: dict[str, str]) -> int:
     """Initialise a fresh LlmDataDist with both pools; return its port. Of ``options`` an empty one is left out."""
     pool = '{"memory_size": 33554432, "page_shift": 12}'
     every = {
@@ -61,7 +60,9 @@ def start(
         "llm.Transport": transport,
     } | options
     ids_as_in_a_fresh_process()
-    world.memory["dist"] = made = LlmDataDist(cluster_id, role, device=device)
+    if GPU_OPTION in every:
+        fakecuda.load()
+    world.memory["dist"] = made = LlmDataDist(cluster_id, role)
     assert made.Initialize({key: value for key, value in every.items() if value}) is OK, made.last_error
     world.dd = made.datadist  # what World.stop ends and what pictures are taken of
     return made.datadist.listen_port or 0

@@ -35,6 +35,7 @@ class End:
 
     cluster_id: int
     port: int | None
+    gpu = False  # True: caches with Placement.DEVICE lie in a GPU
 
     def do(self, function: Callable[..., R], *args: Any) -> R:
         """Call ``function(world, *args)`` at the end and return its result."""
@@ -44,7 +45,7 @@ class End:
         """Initialise an LLMDataDist there; ``settings`` as :func:`tests.support.world.make_config`."""
         device = settings.pop("device", None)
         self.cluster_id = cluster_id
-        self.port = self.do(World.start, role, cluster_id, make_config(**settings), device)
+        self.port = self.do(World.start, role, cluster_id, make_config(**{"gpu": self.gpu} | settings), device)
 
     def stop(self) -> None:
         """Finalize it, after checking every table."""
@@ -165,22 +166,24 @@ class Processes:
 class Family(Processes):
     """Ends over one transport."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, *, gpu: bool = False) -> None:
         super().__init__()
         self.transport = transport
+        self.gpu = gpu
 
     def born(self, role: str, cluster_id: int, *, port: int | None = 0, **settings: Any) -> ChildEnd:
         end = self.child(f"{role.lower()} {cluster_id}")
+        end.gpu = self.gpu
         extra = {"llm.Transport": self.transport} | settings.pop("extra", {})
         end.start(role, cluster_id, listen_ip_info=f"127.0.0.1:{port}", extra=extra, **settings)
         return end
 
 
 @contextmanager
-def one_family(transport: str) -> Iterator[Family]:
+def one_family(transport: str, *, gpu: bool = False) -> Iterator[Family]:
     """Yield a family; afterwards nothing of the library's may be left in the file system either."""
     before = _files_of_ours()
-    family = Family(transport)
+    family = Family(transport, gpu=gpu)
     yield family
     family.part()
     assert _files_of_ours() == before

@@ -7,12 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 from llm_datadist import Cache, CacheDesc, DataType, LLMException, LLMStatusCode, Placement
-from llm_datadist.testing import StagedDevice
-from llm_datadist.testing.staged_device import Direction
 from tests.support.world import World, read
 
 
@@ -43,9 +40,10 @@ def desc(
 
 def user_memory(world: World, name: str, cache_desc: CacheDesc) -> list[int]:
     """Return the addresses of fresh memory of the user for a cache; it lives as long as the world's initialisation."""
-    arrays = [np.zeros(cache_desc.size, np.uint8) for _ in range(cache_desc.num_tensors)]
-    world.memory[name] = arrays
-    return [array.ctypes.data for array in arrays]
+    size, placement = cache_desc.size, cache_desc.placement
+    made = [world.user_memory(size, placement) for _ in range(cache_desc.num_tensors)]
+    world.memory[name] = [memory for _, memory in made]
+    return [address for address, _ in made]
 
 
 def cpu_cache(world: World, name: str, cache_desc: CacheDesc) -> Cache:
@@ -85,26 +83,3 @@ def refused(
     assert [part for part in parts if part not in text] == [], text
     assert state(world) == before
     world.dd.check_integrity()
-
-
-class BrokenDevice(StagedDevice):
-    """Fails in the method named by ``broken``: a driver's error, which is none of ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.broken = ""
-        self._names: list[str] = []
-
-    def allocate(
-        self, nbytes: int, name: str, *, peers_may_write: bool, prefault: bool, huge_pages: bool = False
-    ) -> Any:
-        """Fail at the third staging buffer."""
-        self._names.append(name)
-        if self.broken == "allocate" and self._names.count("swap-staging") == 3:
-            raise OSError("device is lost")
-        return super().allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages)
-
-    def _record(self, direction: Direction, nbytes: int) -> None:
-        if self.broken == f"copy_{direction}":
-            raise OSError("device is lost")
-        super()._record(direction, nbytes)

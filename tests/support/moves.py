@@ -73,9 +73,9 @@ def make(world: World, name: str, spec: Spec, seed: int) -> Bytes:
         if in_pool:
             world.caches[f"memory of {name}"] = under = cm.allocate_blocks_cache(replace(spec, tensors=in_pool).desc)
             addrs = list(under.tensor_addrs)
-        arrays = [np.zeros(spec.rows * spec.stride, np.uint8) for _ in range(spec.tensors - in_pool)]
-        world.memory[name] = arrays
-        addrs += [array.ctypes.data for array in arrays]
+        own = [world.user_memory(spec.rows * spec.stride, spec.placement) for _ in range(spec.tensors - in_pool)]
+        world.memory[name] = [memory for _, memory in own]
+        addrs += [address for address, _ in own]
         if spec.blocks:
             cache = cm.register_blocks_cache(desc, addrs, spec.blocks_key, spec.accessible, **access)
         else:

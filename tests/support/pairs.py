@@ -37,16 +37,19 @@ class Pair:
         assert codes == SUCCESS, codes
 
 
-def pair_of(request: pytest.FixtureRequest, transport: str) -> Iterator[Pair]:
+def pair_of(request: pytest.FixtureRequest, transport: str, *, gpu: bool = False) -> Iterator[Pair]:
     if transport == "inproc":
         ends: tuple[End, End] = (LocalEnd("prompt"), LocalEnd("decoder"))
     else:
         ends = request.getfixturevalue("children")
+    for end in ends:
+        end.gpu = gpu
     before = [end.do(baseline) for end in ends]
     yield Pair(*ends, transport)
     # The decoder first: it is the one that linked.
     for end in reversed(ends):
         end.stop()
+        end.gpu = False
     assert [end.do(settled_of, was) for end, was in zip(ends, before, strict=True)] == before
 
 
@@ -54,7 +57,7 @@ def pairs(*transports: str) -> Any:
     """Two ends over each of these: two processes but for inproc; afterwards nothing may be left in either process."""
 
     @pytest.fixture(params=transports if len(transports) > 1 else None)
-    def ends(request: pytest.FixtureRequest) -> Iterator[Pair]:
-        yield from pair_of(request, getattr(request, "param", transports[0]))
+    def ends(request: pytest.FixtureRequest, gpu: bool) -> Iterator[Pair]:
+        yield from pair_of(request, getattr(request, "param", transports[0]), gpu=gpu)
 
     return ends

@@ -15,14 +15,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
+from llm_datadist import Cache, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, Placement
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
+from tests.support import fakecuda
 from tests.support.probe import Probe, count_ids_again, instances
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
+GPU_OPTION: Final = "llm.DeviceMemory"
+#: Threads that the library, and the fake of a GPU's driver, keep.
+_KEPT: Final = ("lldd-call", "fakecuda")
 #: From the first cache id of one ``init`` of a process to that of the next.
 SPAN: Final = 10**12
 
@@ -35,10 +39,13 @@ def nixl_stands_in(transport: str) -> bool:
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
 
+    ``gpu``: caches with Placement.DEVICE lie in a GPU, of the fake driver.
     Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it, again and
     again. Nixl stands in for what :data:`NIXL_VARIABLE` names there: `tcp`, `auto` or both.
     """
     extra: dict[str, str] = settings.pop("extra", {})
+    if settings.pop("gpu", False):
+        extra = {GPU_OPTION: "cuda"} | extra
     values: dict[str, Any] = {
         "device_id": 0,
         "enable_cache_manager": True,
@@ -89,9 +96,25 @@ class World:
     def start(self, role: str, cluster_id: int, options: dict[str, str], device: Any = None) -> int | None:
         """Initialise a fresh LLMDataDist; return the port it listens on."""
         ids_as_in_a_fresh_process()
+        if GPU_OPTION in options:
+            fakecuda.load()
         self.dd = LLMDataDist(LLMRole[role], cluster_id, device=device)
         self.dd.init(options)
         return self.dd.listen_port
+
+    @property
+    def gpu(self) -> bool:
+        """True if caches with Placement.DEVICE lie in a GPU."""
+        return self.probe.engine.store.device.ordinal >= 0
+
+    def user_memory(self, nbytes: int, placement: Placement = Placement.DEVICE) -> tuple[int, Any]:
+        """Return memory that is no pool's, of a placement: its address, and what keeps it."""
+        if self.gpu and placement is Placement.DEVICE:
+            memory = fakecuda.UserMemory(nbytes)
+            fakecuda.load().view(memory.address, nbytes)[:] = 0
+            return memory.address, memory
+        array = np.zeros(nbytes, np.uint8)
+        return array.ctypes.data, array
 
     def stop(self) -> None:
         """Check every table, then finalize. Also after a test that finalized by itself."""
@@ -122,8 +145,7 @@ def cluster_info(
 def fill(cache: Cache, seed: int) -> list[NDArray[np.uint8]]:
     """Fill every byte of a cache with a seeded pattern; return copies of it, one (rows, stride) array per tensor."""
     random = np.random.default_rng(seed)
-    for view in tensor_views(cache):
-        raw = view.reshape(-1).view(np.uint8)
+    for raw in byte_views(cache):
         raw[:] = random.integers(0, 256, raw.size, dtype=np.uint8)
     return read(cache)
 
@@ -131,7 +153,15 @@ def fill(cache: Cache, seed: int) -> list[NDArray[np.uint8]]:
 def read(cache: Cache) -> list[NDArray[np.uint8]]:
     """Return copies of every byte of a cache, one (rows, stride) array per tensor."""
     rows = cache.cache_desc.shape[0]
-    return [view.reshape(-1).view(np.uint8).reshape(rows, -1).copy() for view in tensor_views(cache)]
+    return [view.reshape(rows, -1).copy() for view in byte_views(cache)]
+
+
+def byte_views(cache: Cache) -> list[NDArray[np.uint8]]:
+    """Return the bytes of each tensor, wherever they lie; those in a GPU only as long as it has the cache."""
+    fake, addresses = fakecuda.loaded(), cache.tensor_addrs
+    if fake is not None and addresses and fake.has(addresses[0]):
+        return [fake.view(address, cache.cache_desc.size) for address in addresses]
+    return [view.reshape(-1).view(np.uint8) for view in tensor_views(cache)]
 
 
 def baseline(world: World) -> dict[str, Any]:
@@ -151,17 +181,18 @@ def settled(before: dict[str, Any]) -> dict[str, Any]:
 
 
 def residue(_: World | None = None) -> dict[str, Any]:
-    """Return what a process holds that a finished test must not add to: threads, descriptors, memfd mappings."""
+    """Return what a process holds that a finished test must not add to: threads, descriptors, mappings, GPU memory."""
     gc.collect()
-    targets = [each.split(" ", 1)[1] for each in scene.descriptors()]
+    targets = [each.split(" ", 1)[1].partition("fakecuda-")[0] for each in scene.descriptors()]
     # Raw and counted in one go: a process has hundreds of mappings, and every test looks several times.
     with open("/proc/self/maps", "rb", buffering=0) as maps:
         memfds = maps.readall().count(b" /memfd:")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "lldd-call"),
-        "kernel threads": sorted(n for n, name in scene.kernel_threads().items() if name != "lldd-call"),
+        "kernel threads": sorted(n for n, name in scene.kernel_threads().items() if name not in _KEPT),
         "fds": Counter(each if each.startswith("/") else each.split(":")[0] for each in targets),
         "memfd mappings": memfds,
+        "gpu": fakecuda.complaints_here(),
     }
 
 

@@ -46,8 +46,8 @@ from llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from llm_datadist.cpp_api import CacheIndex, ClusterInfo, LlmDataDist, LlmRole
+from llm_datadist.devices import CudaDevice
 from llm_datadist.metrics import LinkStatistics, Statistics
-from llm_datadist.testing import StagedDevice
 from llm_datadist.views import tensor_views
 
 PAGED = CacheDesc(num_tensors=4, shape=[8, 16], data_type=DataType.DT_FLOAT16, placement=Placement.DEVICE)
@@ -76,7 +76,7 @@ def options(*, v2: bool, rca: bool = False, **extra: str) -> dict[str, str]:
 
 
 def linked(role: LLMRole, cluster_id: int, given: dict[str, str], peer: LLMDataDist | None = None) -> LLMDataDist:
-    datadist = LLMDataDist(role, cluster_id, device=StagedDevice())
+    datadist = LLMDataDist(role, cluster_id, device=CudaDevice(0, mover="copy") if "cuda" in given else None)
     datadist.init(given)
     if peer is not None:
         cluster = LLMClusterInfo()

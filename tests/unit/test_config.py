@@ -185,6 +185,7 @@ def test_a_minimal_dict_has_defaults_is_not_changed_and_the_result_is_frozen(mon
         "Options(role=<LLMRole.DECODER: 2>, device_id=0, listen=None, sync_kv_timeout_ms=1000, cache_manager=False, "
         "remote_accessible=False, mem_pool=None, host_mem_pool=None, local_comm_res=None, "
         "transfer_backend=None, enable_switch_role=False, link_total_time=120, link_retry_count=1, "
+        "device_memory='host', device_mover='auto', "
         "transport='auto', shm_socket_dir=None, pool_prefault=False, copy_threads=None, peer_timeout=10.0, "
         "checksum=False, tracing=False, statistics_page=True, max_links=256, write_by_address=True, "
         "granted_reads=False, credentials=None, max_link_age=None, insecure=False, "
@@ -207,6 +208,8 @@ PARSED: list[tuple[str, str, dict[str, object]]] = [
     ("llm.LocalCommRes", "local_comm_res", {"x": "x"}),
     ("llm.LinkTotalTime", "link_total_time", {"1080": 1080}),
     ("llm.LinkRetryCount", "link_retry_count", {"80": 80}),
+    ("llm.DeviceMemory", "device_memory", {"host": "host", "cuda": "cuda"}),
+    ("llm.DeviceMover", "device_mover", {"auto": "auto", "kernel": "kernel", "copy": "copy"}),
     ("llm.Transport", "transport", {"auto": "auto", "inproc": "inproc", "shm": "shm"}),
     ("llm.ShmSocketDir", "shm_socket_dir", {"/run/x": "/run/x"}),
     ("llm.PoolPrefault", "pool_prefault", {"1": True, "0": False}),

@@ -17,7 +17,17 @@ import pytest
 from faults import lane_ends
 from faults.lane_ends import DATA, READ, WRITE, Ends, Target, Wire, deadline, events_of, joined, next_event, one_row
 from llm_datadist import _native as native
-from llm_datadist._native import NO_DEADLINE, Ending, LaneEngine, LaneLost, Plan, ReadAsked, Tensors, WriteAsked
+from llm_datadist._native import (
+    NO_DEADLINE,
+    Ending,
+    LaneEngine,
+    LaneLost,
+    Place,
+    Plan,
+    ReadAsked,
+    Tensors,
+    WriteAsked,
+)
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import descriptors, kernel_threads
@@ -56,7 +66,7 @@ def scattered(block: int, count: int, tensors: int = 1) -> Plan:
 def mapped(arrays: list[twin.Bytes]) -> Tensors:
     """Return the arrays as memory that nobody can take away."""
     one = twin.tensors_of(arrays)
-    return Tensors(one.bases, one.extent, mapped=True)
+    return Tensors(one.bases, one.extent, place=Place(mapped=True))
 
 
 # Payloads below and above what is coalesced, of few and of thousands of runs.

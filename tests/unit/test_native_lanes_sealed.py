@@ -21,7 +21,7 @@ from faults import lane_ends
 from faults.lane_ends import BIG, DATA, READ, WRITE, Target, Wire, deadline, frame_of, joined, next_event, one_row
 from faults.sealing import FAR_KEYS, LANE_RECORDS, LENGTH, MAX_RECORD, NEAR_KEYS, OVERHEAD, Opener, Sealer, records_of
 from llm_datadist._memory.segment import new_memfd
-from llm_datadist._native import Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, Tensors, WriteAsked
+from llm_datadist._native import MAPPED, USER, Ending, LaneEngine, LaneLost, ReadAsked, ReplyCache, Tensors, WriteAsked
 from llm_datadist._native import encode_request as encode
 from llm_datadist.errors import ParamError
 from llm_datadist.testing.scene import descriptors
@@ -166,7 +166,9 @@ def test_records_of_any_size_are_taken(engine: LaneEngine, size: int, mapped: bo
         expected[to : to + count] = payload[at : at + count]
         at += count
     with Wire(engine) as wire:
-        job = engine.start(wire.lane, b"", plan, Tensors(tensors(into).bases, into.size, mapped=mapped), write=False)
+        job = engine.start(
+            wire.lane, b"", plan, Tensors(tensors(into).bases, into.size, place=MAPPED if mapped else USER), write=False
+        )
         id = wire.header()[1]
         frame = frame_of(DATA, id, b"", payload.tobytes()) + bytes(8)
         sealer = Sealer(FAR_KEYS[0])
@@ -305,7 +307,7 @@ def test_a_silent_peer_with_more_than_a_slice_in_hand(engine: LaneEngine) -> Non
     nbytes, count = 2 * MIB + 777, 6
     memory, payload = np.zeros(nbytes, np.uint8), twin.noise(6, 1, nbytes)[0]
     grants = ReplyCache()
-    grants.keep(b"m", True, tensors(memory).native, [], 0, True)
+    grants.keep(b"m", True, tensors(memory).native, [], 0)
     near, far = lane_ends.tcp_pair()
     with far, closing(Sealer(FAR_KEYS[0])) as sealer:
         far.settimeout(lane_ends.BUDGET_S)

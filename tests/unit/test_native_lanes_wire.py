@@ -6,7 +6,7 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,9 @@ from faults import lane_ends
 from faults.lane_ends import BIG, DATA, HEADER, MAGIC, READ, RESULT, WRITE, Wire, deadline, joined, next_event, one_row
 from llm_datadist._memory.guards import Guard, GuardTable
 from llm_datadist._native import (
+    MAPPED,
     MAX_REQUEST_RUNS,
+    USER,
     Ending,
     LaneEngine,
     LaneLost,
@@ -333,9 +335,10 @@ class Scene:
         handle = self.random.choice(HANDLES) if handle is None else handle
         memory = self.random.choice(self.memories)
         write, mapped = (self.random.random() < 0.5 for _ in range(2))
+        place = MAPPED if mapped else USER
         guard = self.table.address_of(memory.guard.slot), memory.guard.generation
-        tensors = twin.tensors_of(memory.tensors).native
-        self.grants.keep(handle, write, tensors, [guard], memory.tag, mapped)
+        tensors = replace(twin.tensors_of(memory.tensors), place=place).native
+        self.grants.keep(handle, write, tensors, [guard], memory.tag)
         if len(self.model) >= MOST:
             self.model.clear()
         self.model[write, handle] = memory, memory.guard
@@ -453,7 +456,7 @@ def test_blocks_that_are_lent_hold_a_run_if_each_of_its_bytes_is_in_one(seed: in
 def test_a_cached_reply_for_lent_blocks_answers_for_these_only_while_they_are_lent() -> None:
     memory, grants, lent = np.arange(4 * 64, dtype=np.uint8), ReplyCache(), [LentBlocks([1, 2], 64)]
     with closing(LaneEngine(1)) as engine, Wire(engine, grants=grants) as wire:
-        grants.keep(b"a", False, tensors(memory).native, [], 0, True, lent[0])
+        grants.keep(b"a", False, tensors(memory).native, [], 0, lent[0])
         spans = [(64, 64), (100, 60), (0, 64), (63, 2), (191, 2), (192, 1), (64, 128), (64, 64)]
         for id, (at, size) in enumerate(spans, 1):
             if id == len(spans):

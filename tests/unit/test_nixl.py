@@ -76,7 +76,7 @@ def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
 ) -> None:
     transport = object.__new__(NixlTransport)
     transport.fabric, transport.why_not, transport.asked = mine, "not here", asked
-    meeting = Meeting({"nixl": transport}, mock.sentinel.exports, "nixl", authenticated, bytes(16), dialled=False)
+    meeting = Meeting({"nixl": transport}, mock.Mock(device=None), "nixl", authenticated, bytes(16), dialled=False)
     meeting.hear({"nixl": theirs.encode()}, None, bytes(16), "the peer", 1)
     if used:
         assert meeting.choose().name == "nixl"

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from llm_datadist._memory import pool as pools
+from llm_datadist._memory import device as devices
 from llm_datadist._memory.allocator import PageAllocator
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._memory.pool import DirectMemory, MemoryPool, create_pool
@@ -20,7 +20,6 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._option_kinds import PoolOptions
 from llm_datadist.errors import LLMStatusCode, OutOfMemory, StateError
 from llm_datadist.metrics import PoolStatistics
-from llm_datadist.testing.staged_device import StagedDevice
 from tests.support.world import residue, settled
 
 pytestmark = pytest.mark.covers("PageAllocator")
@@ -109,21 +108,20 @@ def test_all_after_a_close_is_refused(pool: MemoryPool) -> None:
 def test_r11_larger_than_the_host_is_out_of_memory_naming_both_figures_and_the_pages_own_example_touches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device, limit = StagedDevice(), (MIB, "cgroup limit /sys/fs/cgroup/job/memory.max")
-    monkeypatch.setattr(pools, "host_memory_limit", lambda: limit)
+    limit = (MIB, "cgroup limit /sys/fs/cgroup/job/memory.max")
+    monkeypatch.setattr(devices, "host_memory_limit", lambda: limit)
     with pytest.raises(OutOfMemory) as caught:
-        create(MIB + 1, device=device)
+        create(MIB + 1)
     error = caught.value
     assert str(error) == (
         "pool device: memory_size is 1048577 bytes, larger than the 1048576 bytes of "
         "cgroup limit /sys/fs/cgroup/job/memory.max"
     )
     assert (error.requested, error.largest_hole, error.status_code) == (MIB + 1, MIB, LLMStatusCode.LLM_OUT_OF_MEMORY)
-    assert device.allocated_bytes == 0
-    create(device=device).close()
+    create().close()
     example = 18_737_418_240  # the page's own memory_size (interface R11)
-    monkeypatch.setattr(pools, "host_memory_limit", lambda: (24 << 30, "host memory"))
-    monkeypatch.setattr(pools, "available_memory", lambda: (24 << 30, "MemAvailable"))  # what other tests leave varies
+    monkeypatch.setattr(devices, "host_memory_limit", lambda: (24 << 30, "host memory"))
+    monkeypatch.setattr(devices, "available_memory", lambda: (24 << 30, "MemAvailable"))
     pool = create(example)
     last = pool.allocate_many(2, example // 2 - 65_536)
     pool.segment.view(last.offsets[1] + last.nbytes - 1)[0] = 1
@@ -133,7 +131,7 @@ def test_r11_larger_than_the_host_is_out_of_memory_naming_both_figures_and_the_p
 
 
 def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "host_memory_limit", lambda: (10 * PAGE, "a test"))
+    monkeypatch.setattr(devices, "host_memory_limit", lambda: (10 * PAGE, "a test"))
     memory = DirectMemory("device", HostDevice())
     before = residue()
     taken = memory.allocate_many(3, PAGE + 1)
@@ -164,7 +162,7 @@ def test_memory_of_its_own_is_whole_pages_of_zeros_bounded_and_leaves_nothing(mo
 
 
 def test_a_pool_that_cannot_be_backed_is_out_of_memory_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "available_memory", lambda: (65536, "MemAvailable"))
+    monkeypatch.setattr(devices, "available_memory", lambda: (65536, "MemAvailable"))
     create(65536, 12).close()
     with pytest.raises(OutOfMemory, match=r"131072 bytes, of which 65536 can be had now \(MemAvailable\)") as caught:
         create(131072, 12)

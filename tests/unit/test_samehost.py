@@ -11,7 +11,8 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import msgspec
 import pytest
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.cuda import CudaDevice, DeviceSegment
 from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
-from llm_datadist._native import readable
+from llm_datadist._native import DeviceMemory, readable
 from llm_datadist._transport import peer_memory, rendezvous, samehost
 from llm_datadist._transport.choose import Choice, Verdict, choose, yield_to
 from llm_datadist._transport.peer_memory import PeerMemory
@@ -33,6 +35,7 @@ from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
+from tests.support import fakecuda
 from tests.unit.holder import in_a_forked_child
 
 
@@ -229,7 +232,7 @@ def test_a_token_is_long_expected_once_used_once_and_may_be_forgotten(stage: Sta
 def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: Stage) -> None:
     region = RegionDescriptor(1, 1, "x", True)
     hellos: list[dict[str, object]] = [
-        {"version": rendezvous.VERSION + 1},
+        {"version": rendezvous.WITH_DEVICES + 1},
         {"cookie": b"short"},
         {"token": b""},
         {"guards_nbytes": -1},
@@ -238,7 +241,7 @@ def test_nonsense_is_refused_with_its_descriptors_and_uses_no_token_up(stage: St
         {"regions": [region] * 2},
         {"regions": [RegionDescriptor(each + 1, 1, "x", True) for each in range(33)]},
     ]
-    later = {"type": "hello", "version": rendezvous.VERSION + 1, "another": "shape"}
+    later = {"type": "hello", "version": rendezvous.WITH_DEVICES + 1, "another": "shape"}
     text = f"packets of version {later['version']} are not understood here, only {rendezvous.VERSION}"
     assert text in stage.refused(msgspec.msgpack.encode(later), [])
     others = [{"type": "hello"}, {"type": "eval", "code": "1"}, Refusal("no"), [1, 2, 3]]
@@ -530,6 +533,81 @@ def lingering() -> Iterator[tuple[int, socket.socket]]:
                     sender.send(bytes(1 << 16))
             sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
             yield sender.detach(), receiver
+
+
+KINDS = ("fifo", "pipe", "socket", "lingering", "memfd", "file", "less memory of a GPU", "memory of a GPU")
+
+
+def announced(kind: str, folder: Path, opened: ExitStack) -> int:
+    """Return a descriptor that a peer announces as 2 MiB of its GPU, for the caller to close."""
+    if kind == "fifo":
+        os.mkfifo(folder / kind)
+        return os.open(folder / kind, os.O_RDONLY | os.O_NONBLOCK)
+    if kind == "lingering":
+        return opened.enter_context(lingering())[0]
+    if kind == "memfd":
+        return os.memfd_create(kind)
+    if kind == "file":
+        return os.open(__file__, os.O_RDONLY)
+    if kind.endswith("GPU"):
+        memory = DeviceMemory(0, (2 if kind == "memory of a GPU" else 1) << 20)
+        opened.callback(memory.close)
+        return memory.export_fd()
+    ours, theirs = os.pipe() if kind == "pipe" else (each.detach() for each in socket.socketpair())
+    opened.callback(os.close, theirs)
+    return ours
+
+
+@contextmanager
+def offered(kind: str, folder: Path) -> Iterator[PeerMemory]:
+    """Yield what a side with a GPU gets of a peer that announces a descriptor as region 9."""
+    fakecuda.load()
+    with staged() as stage, ExitStack() as opened, stage.raw() as sock:
+        stage.listener.expect(TOKEN, stage.results.put, replace(stage.theirs, device=CudaDevice(0)))
+        fd, nbytes = announced(kind, folder, opened), (4 if kind.startswith("less") else 2) << 20
+        region = RegionDescriptor(9, nbytes, "gpu", False, bytes(16))
+        stage.pending(1)
+        with stage.held():
+            send(sock, stage.hello(version=7, regions=[*stage.hello().regions, region]), [*stage.fds, fd])
+            os.close(fd)
+        stage.on_loop()
+        stage.on_loop()
+        peer = stage.results.get(timeout=10)
+        assert isinstance(peer, PeerMemory)
+        with peer:
+            assert peer.regions.keys() == stage.ours.regions.keys()
+            yield peer
+    assert fakecuda.complaints_here() == []
+
+
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_memory_of_a_gpu_costs_that_region_only_and_nobody_waits(
+    gpu: bool, kind: str, tmp_path: Path
+) -> None:
+    with offered(kind, tmp_path) as peer:
+        regions = peer.on_device
+        assert regions is not None
+        regions.wait(Deadline(10_000))
+        mapped = regions.get(9) is not None
+        assert (mapped, regions.leaves_out(9)) == (kind == KINDS[-1], kind != KINDS[-1])
+        assert regions.remark().startswith("" if mapped else "; region 9 (GPU 00000000) is not mapped: ")
+
+
+@pytest.mark.gpu(True)
+def test_an_import_that_the_driver_does_not_end_keeps_nobody_waiting_and_is_undone_once_the_link_has_gone(
+    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, attach = threading.Event(), DeviceSegment.attach
+    monkeypatch.setattr(DeviceSegment, "attach", lambda *args, **more: gate.wait(30) and attach(*args, **more))
+    with offered(KINDS[-1], tmp_path) as peer:
+        regions = peer.on_device
+        assert regions is not None
+        regions.wait(Deadline(50))
+        assert (regions.get(9), regions.leaves_out(9)) == (None, True)
+        assert "the driver has not answered yet" in regions.remark()
+        peer.close()
+        gate.set()
 
 
 @pytest.mark.parametrize("option", [rendezvous.SO_PASSRIGHTS, 9999], ids=["refused by the kernel", "older kernel"])

@@ -18,13 +18,11 @@ import pytest
 
 from llm_datadist._memory import huge_pages, unmap
 from llm_datadist._memory import segment as segments
-from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, Segment, SharedSegment
 from llm_datadist._native import unmap_elsewhere
 from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
 from llm_datadist.testing.scene import residue
-from llm_datadist.testing.staged_device import CopyCount, StagedDevice
 from tests.support.huge import HUGE, given, mapped_huge
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -279,34 +277,6 @@ def test_an_external_segment_reads_and_writes_the_users_bytes_and_never_owns_the
     for address, nbytes in ((0, 1), (-8, 8), (4096, 0), (4096, -1), (1 << 63, 1 << 63 | 1)):
         with pytest.raises(ParamError, match=f"address {address} and nbytes {nbytes}"):
             ExternalSegment(address, nbytes)
-
-
-def test_the_staged_device_counts_by_direction_and_thread_and_refuses_when_told() -> None:
-    device, memory = StagedDevice(refuse_after_bytes=3 * MIB), np.zeros(64, dtype=np.uint8)
-    base = memory.ctypes.data
-    memory[32:] = np.arange(32)
-    device.copy_to_device(base, base + 32, 32)
-    assert memory.tolist() == [*range(32)] * 2
-    thread = threading.Thread(target=device.copy_to_device, args=(base, base + 32, 8), name="swap-1")
-    thread.start()
-    thread.join()
-    device.copy_on_device(base, base + 7, 1)
-    assert memory[:2].tolist() == [7, 1]
-    main = threading.current_thread().name
-    assert device.count("to_device") == CopyCount(2, 40, frozenset({main, "swap-1"}))
-    assert device.count("on_device") == CopyCount(1, 1, frozenset({main}))
-    assert device.count("from_device") == CopyCount()
-    host = HostDevice()
-    assert (host.name, host.needs_staging, device.needs_staging) == ("host", False, True)
-    first = device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
-    with pytest.raises(OutOfMemory, match=f"{2 * MIB} bytes for staging: {2 * MIB} of {3 * MIB}") as caught:
-        device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False)
-    assert (caught.value.requested, caught.value.free) == (2 * MIB, MIB)
-    assert repr(device) == f"<StagedDevice staged: {2 * MIB} bytes allocated>"
-    device.refuse_after(None)
-    with first, device.allocate(2 * MIB, "staging", peers_may_write=False, prefault=False):
-        assert device.allocated_bytes == 4 * MIB
-    assert device.allocated_bytes == 0
 
 
 # --- huge pages -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from llm_datadist._threads import Threads
 from llm_datadist._transfer.layerwise import CacheTask, Tasks, TransferJob
 from llm_datadist._transfer.local_copy import SwapEngine
 from llm_datadist.errors import DeadlineExceeded, StateError
-from llm_datadist.testing import StagedDevice
 from tests.support.ends import LocalEnd
 from tests.support.layers import FAILED, OK, Always
 
@@ -59,7 +58,7 @@ def test_a_shutdown_cancels_what_a_busy_thread_has_not_begun_and_refuses_what_co
 
 
 def test_r10_four_workers_or_as_many_as_cpus_are_usable(end: LocalEnd) -> None:
-    assert [SwapEngine(StagedDevice(), cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
+    assert [SwapEngine(cpus).workers for cpus in (1, 2, 3, 4, 5, 64)] == [1, 2, 3, 4, 4, 4]
     end.start("DECODER", 1)
     assert end.world.dd.statistics().swap.workers == min(4, _native.usable_cpus())
 

@@ -24,7 +24,7 @@ from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 from llm_datadist._native import Tensors, Use, steps
 from llm_datadist._native.public_call import put_off, require_outermost
-from llm_datadist.errors import DeadlineExceeded, ParamError
+from llm_datadist.errors import DeadlineExceeded, DeviceError, ParamError
 from llm_datadist.types import BlocksCacheKey, CacheKey, Placement
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.geometry import Geometry
     from llm_datadist._memory.device import Device
     from llm_datadist._memory.segment import Segment
-    from llm_datadist._native import LentBlocks
+    from llm_datadist._native import LentBlocks, Place
     from llm_datadist.config import Options
 
     Bindable = list[tuple[Key, int]]
@@ -85,7 +85,10 @@ class Pools:
             for placement, pool, where in configured:
                 if pool is not None:
                     name = placement.name.lower()
-                    self._pools[placement] = create_pool(name, where, pool, peers_may_write=write, prefault=prefault)
+                    made = create_pool(name, where, pool, peers_may_write=write, prefault=prefault)
+                    self._pools[placement] = made
+                    if where is not device:
+                        device.pin(made.segment)
         except BaseException:
             self.close()
             raise
@@ -113,26 +116,29 @@ class Pools:
         placement = Placement(geometry.placement)
         is_exported = self._pools.get(placement) is allocation.pool
         region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (NON_POOL, allocation.addresses)
-        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, mapped=True)
+        place = allocation.segment.place
+        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, place=place)
         count = len(offsets)
         names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
         return Storage(tensors, *names, allocation, (allocation.segment,))
 
-    def storage_at(self, addrs: Sequence[int], nbytes: int) -> Storage:
-        """Describe registered tensors: by region and offset if all lie in pools."""
+    def storage_at(self, addrs: Sequence[int], nbytes: int, place: Place) -> Storage:
+        """Describe registered tensors at a place: by region and offset if all lie in pools."""
         addresses = np.array(addrs, dtype=np.uint64)
         regions, offsets = np.full(addresses.shape, NON_POOL, dtype="<u4"), addresses.astype("<u8")
         segments = []
         for region, segment in self.exported().items():
             base = np.uint64(segment.address)
             inside = (addresses >= base) & (addresses + np.uint64(nbytes) <= base + np.uint64(segment.nbytes))
-            if inside.any():
+            if inside.any() and segment.place.device == place.device:
                 regions[inside] = region
                 offsets[inside] -= base
                 segments.append(segment)
         if (regions == NON_POOL).any():  # for all tensors, so that one transport reaches the whole cache
             regions[:], offsets[:] = NON_POOL, addresses
-        return Storage(Tensors(addresses, nbytes), regions.tobytes(), offsets.tobytes(), None, tuple(segments))
+        return Storage(
+            Tensors(addresses, nbytes, place=place), regions.tobytes(), offsets.tobytes(), None, tuple(segments)
+        )
 
     def close(self) -> None:
         """Close the pools; the store has closed :attr:`direct`."""
@@ -156,6 +162,7 @@ class CacheStore:
         self.freed: Callable[[Entry], None] = lambda entry: None
         self._patience_ms = options.sync_kv_timeout_ms
         self._quarantine = Quarantine(self.writers)
+        self.device = device
         self.pools = Pools(options, device, host)
         try:
             self._guards = GuardTable()
@@ -163,7 +170,8 @@ class CacheStore:
             self.pools.close()
             raise
         regions, writable, users = self.pools.exported(), options.remote_accessible, options.same_host_users
-        self.exports = Exports(incarnation, regions, self._guards, writable, self.writers, users=users)
+        gpu = device if device.ordinal >= 0 else None
+        self.exports = Exports(incarnation, regions, self._guards, writable, self.writers, users=users, device=gpu)
 
     @typed_memory_error("allocate")
     def allocate(self, geometry: Geometry, keys: KeyedRows, deadline: Deadline, **access: bool) -> Entry:
@@ -186,7 +194,9 @@ class CacheStore:
     @typed_memory_error("register")
     def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, **access: bool) -> Entry:
         """Add memory of the user, one checked address per tensor; ``access``: keywords of :meth:`_add`."""
-        storage = self.pools.storage_at(addrs, geometry.tensor_bytes)
+        placement = Placement(geometry.placement)
+        place = self.device.place_of("addrs", addrs, geometry.tensor_bytes, placement)
+        storage = self.pools.storage_at(addrs, geometry.tensor_bytes, place)
         return self._add(geometry, storage, _bindable(keys), **access)
 
     def _add(
@@ -277,7 +287,11 @@ class CacheStore:
         for guard in effects.retire:
             self._guards.release(guard.slot)
         for entry in effects.free:
-            self.quiesce(entry.storage)
+            try:
+                self.quiesce(entry.storage)
+            except DeviceError as error:
+                logger.error("cache %d: %s; its memory stays in use until this process ends", entry.cache_id, error)
+                continue
             allocation: Allocation | None = entry.storage.allocation
             if allocation is not None:
                 # A writer that is not found here meets the advanced guard. Readers count if the memory gets unmapped,

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.allocator import PageAllocator
-from llm_datadist._memory.host import available_memory, host_memory_limit
 from llm_datadist._memory.segment import Segment, SharedSegment
 from llm_datadist.errors import OutOfMemory, StateError
 from llm_datadist.metrics import PoolStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from llm_datadist._memory.device import Device
     from llm_datadist._option_kinds import PoolOptions
@@ -29,7 +25,7 @@ _DIRECT_PAGE: Final = 4096
 
 #: Memory in use when its :class:`DirectMemory` was closed. It stays mapped: unmapping it under a reader would crash the
 #: process.
-kept_mapped: list[NDArray[np.uint8]] = []
+kept_mapped: list[object] = []
 
 
 class Allocation:
@@ -150,14 +146,7 @@ class MemoryPool:
 def create_pool(name: str, device: Device, sizes: PoolOptions, *, peers_may_write: bool, prefault: bool) -> MemoryPool:
     """Create a pool; OutOfMemory if this process cannot have that many bytes (interface R11)."""
     nbytes, huge_pages = sizes.memory_size, sizes.huge_pages
-    most, source = host_memory_limit()
-    free, bound = available_memory()
-    if nbytes > min(most, free):
-        why = f"of which {free} can be had now ({bound}); pages that cannot be had would end this process when used"
-        if nbytes > most:
-            free, why = most, f"larger than the {most} bytes of {source}"
-        text = f"pool {name}: memory_size is {nbytes} bytes, {why}"
-        raise OutOfMemory(text, pool=name, requested=nbytes, free=free, largest_hole=free)
+    device.require(f"pool {name}", nbytes)
     segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages)
     return MemoryPool(name, segment, sizes.page_shift)
 
@@ -194,7 +183,7 @@ class DirectMemory:
         return allocation
 
     def _reserve(self, wanted: int) -> None:
-        most, source = host_memory_limit()
+        most, source = self._device.limit()
         with self._lock:
             if self._closed:
                 raise StateError(f"memory {self.name} is closed: nothing can be allocated")
@@ -249,7 +238,7 @@ class DirectMemory:
             self._closed = True
             live, self._live = self._live, set()
         for allocation in live:
-            kept_mapped.append(allocation.segment.view())
+            kept_mapped.append(allocation.segment.keep())
             allocation.segment.close()
         if live:
             logger.warning("memory %s: %d caches are in use at the end and stay mapped", self.name, len(live))

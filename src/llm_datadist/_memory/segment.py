@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from llm_datadist._memory import huge_pages as huge
 from llm_datadist._memory.unmap import unmap
+from llm_datadist._native import MAPPED, USER, PinnedMemory, Place
 from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
@@ -43,6 +44,9 @@ class Segment:
     raises StateError.
     """
 
+    place: Place = MAPPED  # for copies
+    uuid = b""  # of the GPU whose memory it is
+
     def __init__(self, name: str, memory: AddressRange) -> None:
         self.name = name
         self.nbytes = memory.nbytes
@@ -64,6 +68,15 @@ class Segment:
             what = f"offset {offset} with nbytes {count} is not inside {self.nbytes} bytes"
             raise ParamError(f"view of segment {self.name!r}: {what}")
         return self._open_memory().array()[offset : offset + count]
+
+    def pinned_by(self, pinned: PinnedMemory) -> None:
+        """Keep the memory pinned as long as it is mapped; devices reach it from now on."""
+        self._open_memory().pinned = pinned
+        self.place = Place(mapped=True, pinned=True)
+
+    def keep(self) -> object:
+        """Return an object that keeps the memory mapped."""
+        return self.view()
 
     def close(self) -> None:
         """Drop the memory, which the last array over it unmaps. Idempotent."""
@@ -184,6 +197,8 @@ class SharedSegment(Segment):
 class ExternalSegment(Segment):
     """Memory of the user, who keeps it allocated while this object or a view is used. It needs no closing."""
 
+    place = USER
+
     def __init__(self, address: int, nbytes: int) -> None:
         if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
             raise ParamError(f"external memory: address {address} and nbytes {nbytes} are not a range of addresses")
@@ -263,6 +278,7 @@ class AddressRange:
     address: int
     nbytes: int
     writable: bool
+    pinned: PinnedMemory | None = field(default=None, init=False)
 
     @property
     def __array_interface__(self) -> dict[str, object]:
@@ -289,7 +305,9 @@ class Mapping(AddressRange):
     # No weakref.finalize: one that comes or goes in another thread at exit stops all others, the user's too. At the
     # very end the kernel unmaps.
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # this module may be gone by then
-        if not finalizing() and hasattr(self, "_sparse"):  # else there is no mapping
+        if finalizing() or not hasattr(self, "_sparse"):  # there is no mapping
+            return
+        if self.pinned is None or self.pinned.release():
             unmap(self.address, self.nbytes, sparse=self._sparse)
 
 

@@ -21,6 +21,9 @@ from llm_datadist._native._native import (
     BriefPoll,
     Canary,
     CopyPool,
+    Device,
+    DeviceMemory,
+    DeviceMover,
     Ending,
     GuardSet,
     KeyTable,
@@ -28,6 +31,8 @@ from llm_datadist._native._native import (
     LentBlocks,
     Meter,
     OperationMeter,
+    PinnedMemory,
+    Place,
     Plan,
     ProcessMemory,
     ReplyCache,
@@ -64,7 +69,7 @@ from llm_datadist._native._native import (
 )
 from llm_datadist._native.cpus import usable_cpus
 from llm_datadist._native.lane_engine import LaneEngine, LaneEvent, LaneLost, Outcome, ReadAsked, WriteAsked, check_plan
-from llm_datadist._native.plan import NO_DEADLINE, Tensors
+from llm_datadist._native.plan import MAPPED, NO_DEADLINE, USER, Tensors
 from llm_datadist.errors import NoneArgument, ParamError
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@
 
 #include "canary.hpp"
 #include "copy.hpp"
+#include "device_copy.hpp"
+#include "device_python.hpp"
 #include "digest_python.hpp"
 #include "error_python.hpp"
 #include "fd.hpp"
@@ -50,7 +52,8 @@ std::int64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t d
     if (guards && !guards->unchanged()) return changed_before;
     Stop stop = stop_of(deadline_ns, cancelled);
     std::optional<Interruptible> interruptible;
-    if (plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
+    const bool waits = copy.dst.place.on_device() || copy.src.place.on_device();
+    if (waits || plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
     const auto done = static_cast<std::int64_t>(move(per_pair, stop));
     if (interruptible) interruptible->end();
     return guards && done == plan.nbytes() && !guards->unchanged() ? changed_during : done;
@@ -59,8 +62,10 @@ std::int64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t d
 std::int64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled, const GuardSet* guards) {
     const Copy copy = plan.copy(dst, src);
-    return execute_plan(plan, copy, deadline_ns, cancelled, guards,
-                        [&](std::uint64_t per_pair, const Stop& stop) { return execute(copy, per_pair, pool, stop); });
+    return execute_plan(plan, copy, deadline_ns, cancelled, guards, [&](std::uint64_t per_pair, const Stop& stop) {
+        return dst.place().on_device() || src.place().on_device() ? execute_on_device(copy, per_pair, stop)
+                                                                  : execute(copy, per_pair, pool, stop);
+    });
 }
 
 class ProcessMemory {
@@ -86,6 +91,7 @@ public:
 private:
     std::int64_t move(const MovePlan& plan, const Copy& copy, CopyPool* pool, std::int64_t deadline_ns,
                       const std::optional<Flag>& cancelled, const GuardSet* guards, bool writing) const {
+        if ((writing ? copy.src : copy.dst).place.on_device()) refuse("local is memory of a device: no process has it");
         const FarSide side{pid_, writing, proof_};
         return execute_plan(plan, copy, deadline_ns, cancelled, guards, [&](std::uint64_t per_pair, const Stop& stop) {
             return execute_process(copy, per_pair, side, pool, stop);
@@ -173,6 +179,7 @@ NB_MODULE(_native, m) {
     bind_lanes(m);
     bind_writers(m);
     bind_digest(m);
+    bind_devices(m);
     bind_calls(m);
     bind_streams(m);
 }

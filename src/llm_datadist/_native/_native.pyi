@@ -1,7 +1,7 @@
 from _thread import LockType
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, final
+from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ class Ending(Enum):
     LOST = ...  # with the lane
     TIMEOUT = ...  # or given up
     TRAILER = ...  # the bytes came, but the target's status forbids their use
+    DEVICE = ...  # a device of this side failed
 
 WRITER_SLOTS: int
 WRITER_PAGE_BYTES: int
@@ -42,11 +43,84 @@ class BlockList:
     def __init__(self, array: NDArray[np.int64]) -> None: ...
     def __len__(self) -> int: ...
 
+class DeviceMover(Enum):
+    """How a device moves bytes: as the plan suits, by the kernel where the order of runs allows it, by plain copies."""
+
+    AUTO = 0
+    KERNEL = 1
+    COPY = 2
+
+@final
+class Place:
+    """Where memory is: ``device``, the ordinal of a GPU, or -1 for the host.
+
+    Of host memory: ``mapped`` if only this library can unmap or protect it, ``pinned`` if devices reach it.
+    """
+
+    device: Final[int]
+    mapped: Final[bool]
+    pinned: Final[bool]
+
+    def __init__(
+        self, *, device: int = -1, mapped: bool = False, pinned: bool = False, mover: DeviceMover = DeviceMover.AUTO
+    ) -> None: ...
+
+@final
+class Device:
+    """A GPU of NVIDIA; one object for each ordinal, which lives as long as the process. Any thread.
+
+    LLMException (``LLM_FEATURE_NOT_ENABLED``): no driver, or no such device. DeviceError: it has failed.
+    """
+
+    ordinal: Final[int]
+    name: Final[str]
+    uuid: Final[bytes]  # 16 bytes
+    version: Final[int]  # of the driver's CUDA, as 12080
+    no_kernel: Final[str]  # why plain copies do all; empty if there is a kernel
+
+    @staticmethod
+    def open(ordinal: int) -> Device: ...
+    def attribute(self, which: int) -> int:
+        """Return an attribute by its number in the driver's header."""
+    def memory(self) -> tuple[int, int]:
+        """Return (free, total) bytes."""
+    def device_of(self, address: int) -> int:
+        """Return the ordinal of the device that has the memory at ``address``; -1 for the host."""
+
+@final
+class PinnedMemory:
+    """Host memory that the device reaches, until :meth:`release`, at the latest its end."""
+
+    def __init__(self, ordinal: int, address: int, nbytes: int) -> None: ...
+    def release(self) -> bool:
+        """Unpin the memory; return False if it must stay mapped, because a copy of it does not end."""
+
+@final
+class DeviceMemory:
+    """Memory of a device, mapped here; with ``fd`` that of a peer, which is then used during this call only.
+
+    Its end unmaps it; no copy may run then.
+    """
+
+    address: Final[int]
+    size: Final[int]  # ``nbytes`` in whole pages of the device
+
+    @overload
+    def __init__(self, ordinal: int, nbytes: int) -> None: ...
+    @overload
+    def __init__(self, ordinal: int, nbytes: int, fd: int, writable: bool) -> None: ...
+    def export_fd(self) -> int:
+        """Return a descriptor by which peers map it; the caller closes it."""
+    def close(self) -> None: ...
+
+def set_device_patience(ms: int) -> None:
+    """Set how long after its deadline a call waits for a copy that has begun: 10 000 ms. For tests."""
+
 @final
 class TensorList:
     """Addresses of one side's tensors, and their bytes."""
 
-    def __init__(self, bases: NDArray[np.uint64], extent: int) -> None: ...
+    def __init__(self, bases: NDArray[np.uint64], extent: int, place: Place) -> None: ...
     def same_bases(self, other: TensorList) -> bool: ...
 
 @final
@@ -468,7 +542,6 @@ class ReplyCache:
         tensors: TensorList,
         guards: Sequence[tuple[int, int]],
         tag: int,
-        mapped: bool,
         lent: LentBlocks | None = None,
     ) -> None:
         """Keep the reply for all tensors of a handle, until a guard changes or :meth:`LaneEngine.quiesce` of the tag.
@@ -516,7 +589,7 @@ class LaneEngine:
         | tuple[Literal["lost"], int, str]
     ]:
         """Return the events since the last call."""
-    def start(self, lane: int, write: bool, meta: bytes, plan: Plan, tensors: TensorList, mapped: bool) -> int: ...
+    def start(self, lane: int, write: bool, meta: bytes, plan: Plan, tensors: TensorList) -> int: ...
     def move(
         self,
         lane: int,
@@ -525,7 +598,6 @@ class LaneEngine:
         extent: int,
         plan: Plan,
         tensors: TensorList,
-        mapped: bool,
         deadline_ns: int,
         cancelled: bytearray | None = None,
     ) -> tuple[Ending, int, int, str]:
@@ -544,7 +616,6 @@ class LaneEngine:
         tensors: TensorList,
         guards: Sequence[tuple[int, int]],
         tag: int,
-        mapped: bool,
     ) -> None: ...
     def refuse(self, lane: int, id: int, code: int, text: str) -> None:
         """Refuse a request; ``code`` is a uint32, not 0; ``text`` is cut at 4000 bytes."""

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "device_copy.hpp"
 #include "digest.hpp"
 #include "plan_python.hpp"
 #include "stop_python.hpp"
@@ -38,6 +39,34 @@ inline DigestKey key_of(const nb::bytes& nonce) {
     return DigestKey(load_word(nonce.c_str()), load_word(nonce.c_str() + 8));
 }
 
+// As digest_side(), of memory of a device, through its windows.
+inline bool digest_on_device(const DigestSide& side, std::uint64_t total, const DigestKey& key, bool each_run,
+                             const Stop& stop, std::vector<Digest>& out) {
+    const Spans spans(side.tensors, static_cast<std::int64_t>(side.count), side.runs, side.run_count, side.offset,
+                      static_cast<std::int64_t>(total));
+    std::vector<std::uint64_t> lengths(each_run ? 0 : 1);
+    for (std::size_t i = 0; i < side.run_count; ++i)
+        each_run ? lengths.push_back(side.runs[i].bytes) : void(lengths[0] += side.runs[i].bytes);
+    DeviceBytes bytes(Device::open(side.tensors.place.device), spans, false, true);
+    for (std::size_t i = 0; i < side.count * lengths.size(); ++i) {
+        const std::uint64_t length = lengths[i % lengths.size()];
+        StripeSum sum(key, 0);
+        for (std::uint64_t left = length; left > 0;) {
+            if (stop.now()) {
+                bytes.settle(stop);
+                return false;
+            }
+            const DeviceBytes::Part front = bytes.await_front(stop);
+            const std::uint64_t step = std::min(front.bytes, left);
+            sum.add(front.begin, step);
+            bytes.advance(step);
+            left -= step;
+        }
+        out.push_back(finished(key, sum.take(), length));
+    }
+    return true;
+}
+
 inline std::optional<Digests> py_digest(const MovePlan& plan, const TensorList& tensors, bool dst, bool each_run,
                                         const nb::bytes& nonce, CopyPool* pool, std::int64_t deadline_ns,
                                         const std::optional<Flag>& cancelled) {
@@ -50,8 +79,10 @@ inline std::optional<Digests> py_digest(const MovePlan& plan, const TensorList& 
     Stop stop = stop_of(deadline_ns, cancelled);
     std::vector<Digest> out;
     std::optional<Interruptible> interruptible;
-    if (total > digest_without_gil_above) stop.interrupt = &interruptible.emplace();
-    const bool whole = digest_side(side, total, key, each_run, pool, stop, out);
+    const Place& place = tensors.place();
+    if (place.on_device() || total > digest_without_gil_above) stop.interrupt = &interruptible.emplace();
+    const bool whole = place.on_device() ? digest_on_device(side, total, key, each_run, stop, out)
+                                         : digest_side(side, total, key, each_run, pool, stop, out);
     if (interruptible) interruptible->end();
     if (!whole) return std::nullopt;
     return give_rows<Digests>(std::move(out));

@@ -70,6 +70,16 @@ private:
     PyObject *kind_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
 };
 
+// True for the arguments of an __exit__ after a device that does not answer: its copy may still use the memory.
+inline bool still_runs(const nb::args& raised) {
+    nb::object error = raised.size() > 1 ? nb::object(raised[1]) : nb::object(nb::none());
+    for (int depth = 0; !error.is_none() && depth < 8; ++depth) {  // also as the reason of another error
+        if (nb::getattr(error, "unfinished", nb::bool_(false)).is(nb::bool_(true))) return true;
+        error = nb::getattr(error, "__context__", nb::none());
+    }
+    return false;
+}
+
 // Objects to call a function with: `names`, a tuple or null, is of the last ones.
 struct Arguments {
     std::vector<PyObject*> values;

@@ -57,8 +57,11 @@ public:
 
     int fd() const { return stream_.fd(); }
 
-    bool wants_to_read() const { return !receiver_.paused(); }
-    bool wants_to_write() const { return !sender_.idle() || stream_.has_output(); }
+    bool wants_to_read() const { return !receiver_.paused() && !receiver_.waits(); }
+    bool wants_to_write() const { return (!sender_.idle() && !sender_.waits()) || stream_.has_output(); }
+
+    // True while a device is not ready; on_device() goes on.
+    bool waits_for_device() const { return receiver_.waits() || sender_.waits(); }
 
     bool has_input() const { return wants_to_read() && stream_.has_input(); }
 
@@ -91,6 +94,11 @@ public:
         stream_.unblock();
     }
 
+    void on_device() {
+        enter_next_stages();
+        if (wants_to_read()) receive();
+    }
+
     void send(std::uint64_t budget) {
         if (sender_.blocked()) return;
         sender_.pump(stream_, budget, [this](Frame frame) { on_sent(frame); });
@@ -108,7 +116,9 @@ public:
         if (found == jobs_.end()) return give_up_waiting(id);
         Job& job = found->second;
         const bool half_sent = sender_.reading_memory_for(job.kind, id);
-        job.ticket->finish({Ending::timeout, half_sent ? lost : good, job.payload->done(), ""});
+        const Outcome end = end_of(job, {Ending::timeout, half_sent ? lost : good, job.payload->done(), ""});
+        if (job.payload->on_device()) detach(*job.payload);  // before its end is told
+        job.ticket->finish(end);
         if (half_sent) break_lane("a WRITE was given up half way");
         if (sender_.withdraw(job.kind, id)) return forget(found);
         detach(*job.payload);  // so its answer is dropped
@@ -158,7 +168,10 @@ public:
     void lose(const std::string& why) {
         sender_.clear();
         accepted_.reset();
-        for (auto& [id, job] : jobs_) job.ticket->finish({Ending::lost, 0, job.payload->done(), why});
+        for (auto& [id, job] : jobs_) {
+            job.payload->detach();  // before its end is told
+            job.ticket->finish(end_of(job, {Ending::lost, 0, job.payload->done(), why}));
+        }
         for (Job& job : waiting_) job.ticket->finish({Ending::lost, 0, 0, why});
         jobs_.clear();
         waiting_.clear();
@@ -257,7 +270,9 @@ private:
             Accepted accepted = std::move(*accepted_);
             accepted_.reset();
             if (accepted.status == good && !accepted.reply.guards.current()) accepted.status = torn;
-            push_status(accepted.reply.id, accepted.status);
+            const std::string& failure = accepted.reply.payload->failure();
+            failure.empty() ? push_status(accepted.reply.id, accepted.status)
+                            : push_result(accepted.reply.id, torn, failure);
         }
         receiver_.expect_header();
     }
@@ -270,12 +285,20 @@ private:
         if (trailer > UINT32_MAX) break_lane("DATA ends with the status ", trailer);
         Job& job = found->second;
         const Ending ending = trailer == good ? Ending::good : Ending::trailer;
-        job.ticket->finish({ending, static_cast<std::uint32_t>(trailer), job.payload->done(), trailer_text(trailer)});
+        job.ticket->finish(
+            end_of(job, {ending, static_cast<std::uint32_t>(trailer), job.payload->done(), trailer_text(trailer)}));
         forget(found);
     }
 
     static const char* trailer_text(std::uint64_t trailer) {
-        return trailer <= aborted ? text_of(static_cast<Status>(trailer)) : "an unknown status";
+        const bool known = trailer <= aborted || trailer == failed;
+        return known ? text_of(static_cast<Status>(trailer)) : "an unknown status";
+    }
+
+    // The end of a job, unless the device of its memory has failed.
+    static Outcome end_of(const Job& job, Outcome otherwise) {
+        if (job.payload->failure().empty()) return otherwise;
+        return {Ending::device, 0, job.payload->done(), job.payload->failure()};
     }
 
     void on_result(std::uint32_t code, std::string why) {

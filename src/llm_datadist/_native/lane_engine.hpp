@@ -126,15 +126,16 @@ public:
 
     // Our jobs. Each needs one wait() that returns its end, or one give_up().
 
-    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans, bool mapped) {
+    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans) {
         const auto body = usable_body();
         if (meta.size() > max_meta_bytes) refuse("meta has ", meta.size(), " bytes, at most ", max_meta_bytes);
         if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
         const std::uint64_t id = next_job_.fetch_add(1, std::memory_order_relaxed);
         auto ticket = std::make_shared<Ticket>();
-        remember(id, {lane, ticket, spans.total() <= spin_max_bytes});
-        auto job = std::make_shared<Job>(
-            Job{kind, id, std::move(meta), std::make_shared<Payload>(std::move(spans), mapped), ticket});
+        const bool on_device = spans.place().on_device();
+        remember(id, {lane, ticket, spans.total() <= spin_max_bytes, on_device});
+        auto payload = std::make_shared<Payload>(std::move(spans), tag_of(id));
+        auto job = std::make_shared<Job>(Job{kind, id, std::move(meta), std::move(payload), ticket});
         const bool posted = body && body->thread_of(lane).post([lane, job](LaneThread& thread) {
             const bool found = thread.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
             if (!found) fail_unknown(*job->ticket, lane);
@@ -150,8 +151,9 @@ public:
         std::optional<Outcome> outcome;
         if (started.spins) outcome = spin(id, started, until_ns);
         if (!outcome) outcome = started.ticket->wait_until(until_ns);
-        if (outcome) forget(id);
-        return outcome;
+        if (!outcome) return std::nullopt;
+        forget(id);
+        return after_device(id, started, std::move(*outcome));
     }
 
     // Ends the job unless it has ended, and returns its end. Its memory is no longer touched.
@@ -164,7 +166,7 @@ public:
             });
         const std::optional<Outcome> outcome = started.ticket->now();
         forget(id);
-        return outcome.value_or(Outcome{});  // without a lane or a thread its ticket is finished
+        return after_device(id, started, outcome.value_or(Outcome{}));  // without a lane its ticket is finished
     }
 
     // Answers to the peer, dropped if the lane or the request is gone.
@@ -181,12 +183,15 @@ public:
         });
     }
 
-    // Ends all use of the tag's memory before it returns. Guards must stop later replies.
+    // Ends all use of the tag's memory before it returns. Throws DeviceError if a device does not end its use. Guards must
+    // stop later replies.
     void quiesce(std::int64_t tag) {
         const auto body = usable_body();
         if (!body) return;
         for (auto& thread : body->threads)
             thread->post_and_wait([tag](LaneThread& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
+        if (!Device::await(tag, monotonic_ns() + longest_quiesce_ns))
+            throw DeviceError(DeviceError::unfinished, "a device does not answer: a copy for a peer does not end");
     }
 
 private:
@@ -194,7 +199,21 @@ private:
         std::uint64_t lane;
         std::shared_ptr<Ticket> ticket;
         bool spins;  // its first wait polls
+        bool on_device;
     };
+
+    static constexpr std::int64_t longest_quiesce_ns = 1'000'000'000;
+
+    // Tags of memory given to the engine by reply() are positive.
+    static std::int64_t tag_of(std::uint64_t job) { return -static_cast<std::int64_t>(job); }
+
+    // The end of a job, once no copy of a device touches its memory; another one if a copy does not end.
+    static Outcome after_device(std::uint64_t id, const Started& started, Outcome outcome) {
+        if (!started.on_device || Device::await(tag_of(id), monotonic_ns() + Device::patience_ns())) return outcome;
+        constexpr auto never = static_cast<std::uint32_t>(DeviceError::unfinished);
+        return {Ending::device, never, outcome.bytes,
+                "the device does not answer: a copy that it has begun does not end"};
+    }
 
     // Everything with a thread or a descriptor. Running calls keep it alive; a forked child never destroys it.
     struct Body {

@@ -95,7 +95,7 @@ class LaneEngine:
         One :meth:`wait` or :meth:`give_up` must follow; until the job has ended ``local`` stays valid. ``meta``, at
         most 1 MiB, is for the target.
         """
-        return self._native.start(lane, write, meta, plan, local.native, local.mapped)
+        return self._native.start(lane, write, meta, plan, local.native)
 
     def wait(self, job: int, deadline_ns: int, cancelled: bytearray | None = None) -> Outcome:
         """Return, once, the end of a job. Runs signal handlers.
@@ -120,4 +120,4 @@ class LaneEngine:
         ``mine`` stays valid until :meth:`quiesce` has returned for ``tag``. The ``guards``, (address, generation), must
         hold before the first byte and after the last. If this raises, the request still needs an answer.
         """
-        self._native.reply(lane, id, write, plan, mine.native, guards, tag, mine.mapped)
+        self._native.reply(lane, id, write, plan, mine.native, guards, tag)

@@ -89,9 +89,12 @@ inline std::uint64_t py_add_lane(LaneEngine& engine, int raw, nb::handle keys) {
 }
 
 inline std::uint64_t py_start(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& meta,
-                              const MovePlan& plan, const TensorList& tensors, bool mapped) {
-    return engine.start(lane, kind_of(write), std::string(meta.c_str(), meta.size()), spans_of(plan, tensors, !write),
-                        mapped);
+                              const MovePlan& plan, const TensorList& tensors) {
+    std::string copied(meta.c_str(), meta.size());
+    Spans spans = spans_of(plan, tensors, !write);
+    std::optional<GilReleased> released;
+    if (tensors.place().on_device()) released.emplace();
+    return engine.start(lane, kind_of(write), std::move(copied), std::move(spans));
 }
 
 inline Guards guards_of(const GuardList& list) {
@@ -101,8 +104,10 @@ inline Guards guards_of(const GuardList& list) {
 }
 
 inline void py_reply(LaneEngine& engine, std::uint64_t lane, std::uint64_t id, bool write, const MovePlan& plan,
-                     const TensorList& tensors, const GuardList& guards, std::int64_t tag, bool mapped) {
-    Reply reply{id, std::make_shared<Payload>(spans_of(plan, tensors, write), mapped), guards_of(guards), tag};
+                     const TensorList& tensors, const GuardList& guards, std::int64_t tag) {
+    Reply reply{id, std::make_shared<Payload>(spans_of(plan, tensors, write), tag), guards_of(guards), tag};
+    std::optional<GilReleased> released;  // a device may make the memory of its windows
+    if (tensors.place().on_device()) released.emplace();
     write ? engine.accept(lane, std::move(reply)) : engine.serve(lane, std::move(reply));
 }
 
@@ -115,14 +120,14 @@ struct PyLent {
 };
 
 inline void py_keep(ReplyCache& replies, const nb::bytes& handle, bool write, const TensorList& tensors,
-                    const GuardList& guards, std::int64_t tag, bool mapped, const PyLent* lent) {
+                    const GuardList& guards, std::int64_t tag, const PyLent* lent) {
     const CopySide all = tensors.side(0, "granted");
     replies.keep(write, std::string(handle.c_str(), handle.size()),
                  {{all.bases, all.bases + all.tensors},
                   all.extent,
                   guards_of(guards),
                   tag,
-                  mapped,
+                  all.place,
                   lent != nullptr,
                   lent ? lent->blocks : nullptr});
 }
@@ -162,11 +167,11 @@ inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t dead
 
 // A signal handler's exception, too, ends the job first.
 inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
-                         std::uint64_t extent, const MovePlan& plan, const TensorList& tensors, bool mapped,
+                         std::uint64_t extent, const MovePlan& plan, const TensorList& tensors,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
     stop_of(deadline_ns, cancelled);  // refuses a wrong one before the job begins
-    const std::uint64_t job = engine.start(lane, kind_of(write), request_meta(handle, extent, plan, write),
-                                           spans_of(plan, tensors, !write), mapped);
+    const std::uint64_t job =
+        engine.start(lane, kind_of(write), request_meta(handle, extent, plan, write), spans_of(plan, tensors, !write));
     return py_wait(engine, job, deadline_ns, cancelled);
 }
 
@@ -243,7 +248,8 @@ void bind_lanes(nb::module_& m) {
         .value("REFUSED", Ending::refused)
         .value("LOST", Ending::lost)
         .value("TIMEOUT", Ending::timeout)
-        .value("TRAILER", Ending::trailer);
+        .value("TRAILER", Ending::trailer)
+        .value("DEVICE", Ending::device);
     m.def("check_plan", &py_check_plan, "plan"_a, "dst"_a, "src"_a);
     m.def("encode_request", &py_encode_request, "handle"_a, "extent"_a, "plan"_a, "write"_a);
     m.def("decode_request", &py_decode_request, "meta"_a);
@@ -269,8 +275,7 @@ void bind_lanes(nb::module_& m) {
 
     nb::class_<ReplyCache>(m, "ReplyCache", nb::is_final())
         .def(nb::init<>())
-        .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a,
-             "lent"_a.none() = nb::none())
+        .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "lent"_a.none() = nb::none())
         .def("__len__", &ReplyCache::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())
@@ -283,15 +288,15 @@ void bind_lanes(nb::module_& m) {
         .def("drop_lane", &LaneEngine::drop_lane, Released(), "lane"_a)
         .def("event_fd", &LaneEngine::event_fd)
         .def("poll_events", &py_poll_events)
-        .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "plan"_a, "tensors"_a, "mapped"_a)
-        .def("move", &py_move, "lane"_a, "write"_a, "handle"_a, "extent"_a, "plan"_a, "tensors"_a, "mapped"_a,
-             "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
+        .def("start", &py_start, "lane"_a, "write"_a, "meta"_a, "plan"_a, "tensors"_a)
+        .def("move", &py_move, "lane"_a, "write"_a, "handle"_a, "extent"_a, "plan"_a, "tensors"_a, "deadline_ns"_a,
+             "cancelled"_a.noconvert() = nb::none())
         .def("wait", &py_wait, "job"_a, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none())
         .def(
             "give_up",
             [](LaneEngine& engine, std::uint64_t job) { return outcome_tuple(give_up_without_gil(engine, job)); },
             "job"_a)
-        .def("reply", &py_reply, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a, "mapped"_a)
+        .def("reply", &py_reply, "lane"_a, "id"_a, "write"_a, "plan"_a, "tensors"_a, "guards"_a, "tag"_a)
         .def("refuse", &LaneEngine::refuse_request, "lane"_a, "id"_a, "code"_a, "text"_a)
         .def("quiesce", &LaneEngine::quiesce, Released(), "tag"_a);
 }

@@ -179,6 +179,7 @@ public:
         fds_.remove(lane.fd());
         draining_.erase(number);
         in_hand_.erase(number);
+        on_device_.erase(number);
         lanes_.erase(found);  // closes the descriptor, which also leaves the epoll
         if (lanes_.empty()) buffers_.clear();
     }
@@ -187,6 +188,7 @@ private:
     static constexpr std::uint64_t bell_token = 0;  // lanes are numbered from 1
     static constexpr std::size_t scrap_bytes = 256u << 10;
     static constexpr int sweep_ms = 100;
+    static constexpr int most_looks = 256;  // without a pause
 
     struct Entry {
         std::unique_ptr<Lane> lane;
@@ -233,7 +235,7 @@ private:
         if (found == lanes_.end() || found->second.received_here == here) return false;
         found->second.received_here = here;
         settle(number, found->second);
-        if (!in_hand_.empty()) bell_.ring();
+        if (!in_hand_.empty() || !on_device_.empty()) bell_.ring();
         return true;
     }
 
@@ -244,7 +246,8 @@ private:
         const bool found = with(number, [](Lane& lane) {
             if (lane.wants_to_read()) lane.receive();
         });
-        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without timeout
+        if ((drained && !draining_.empty()) || !in_hand_.empty() || !on_device_.empty())
+            bell_.ring();  // it sleeps without timeout
         return found;
     }
 
@@ -259,7 +262,8 @@ private:
         const bool drained = draining_.empty();
         budget_ = caller_bytes;
         command(*this);
-        if ((drained && !draining_.empty()) || !in_hand_.empty()) bell_.ring();  // it sleeps without timeout
+        if ((drained && !draining_.empty()) || !in_hand_.empty() || !on_device_.empty())
+            bell_.ring();  // it sleeps without timeout
         return true;
     }
 
@@ -276,7 +280,10 @@ private:
         epoll_event ready[64];
         std::unique_lock<std::mutex> turn(turn_);
         while (run_commands()) {
-            const int patience = !in_hand_.empty() ? 0 : draining_.empty() ? -1 : sweep_ms;
+            const int patience = !in_hand_.empty()     ? 0
+                                 : !on_device_.empty() ? (++looks_ < most_looks ? 0 : 1)
+                                 : draining_.empty()   ? -1
+                                                       : sweep_ms;
             turn.unlock();
             const int count = ::epoll_wait(epoll_.get(), ready, 64, patience);
             turn.lock();
@@ -289,6 +296,7 @@ private:
                 if (pending_.load(std::memory_order_relaxed) && !run_commands()) return;
             }
             if (!in_hand_.empty() && !serve_in_hand()) return;
+            serve_on_device();
             drop_overdue();
         }
     }
@@ -330,8 +338,19 @@ private:
         return true;
     }
 
+    // Goes on with lanes whose devices were not ready, which the epoll does not report.
+    void serve_on_device() {
+        const auto copy = on_device_;
+        for (const std::uint64_t number : copy) with(number, [](Lane& lane) { lane.on_device(); });
+        if (on_device_ != copy) looks_ = 0;
+    }
+
     void settle(std::uint64_t number, Entry& entry) {
         const Lane& lane = *entry.lane;
+        if (lane.waits_for_device())
+            on_device_.insert(number);
+        else if (!on_device_.empty())
+            on_device_.erase(number);
         const bool reads = lane.wants_to_read() && !entry.received_here;
         const std::uint32_t wanted = (reads ? EPOLLIN : 0u) | (lane.wants_to_write() ? EPOLLOUT : 0u);
         if (wanted != entry.watched) {
@@ -367,11 +386,13 @@ private:
     std::thread thread_;
     Latch ended_;
 
-    std::mutex turn_;  // protects the five below; the lane thread releases it only to sleep
+    std::mutex turn_;  // protects the seven below; the lane thread releases it only to sleep
     CipherBuffers buffers_;  // outlives the lanes
     std::unordered_map<std::uint64_t, Entry> lanes_;
     std::unordered_set<std::uint64_t> draining_;
     std::unordered_set<std::uint64_t> in_hand_;  // lanes with buffered input
+    std::unordered_set<std::uint64_t> on_device_;  // lanes that wait for a device
+    int looks_ = 0;  // at them, since one went on
     std::uint64_t budget_ = slice_bytes;  // limit of one lane's send
 
     std::mutex mutex_;  // protects the two below

@@ -6,108 +6,16 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "device_copy.hpp"
 #include "generation.hpp"
-#include "sides.hpp"
+#include "spans.hpp"
 #include "streaming_stores.hpp"
 
 namespace datadist {
-
-constexpr std::size_t max_iovecs = 1024;
-
-// Owned side of a plan: `bases` times `spans`, in the plan's order, without empty spans.
-class Spans {
-public:
-    struct ByteRange {
-        std::uint64_t offset;
-        std::uint64_t bytes;
-    };
-
-    Spans() = default;
-
-    // `offset`: this side's column of the runs. Throws RuleError unless all bytes lie in their tensors.
-    Spans(const CopySide& side, std::int64_t pairs, const Run* runs, std::size_t run_count, std::uint64_t Run::* offset,
-          std::int64_t nbytes) {
-        check_tensors(side, pairs);
-        const std::uint64_t per_pair = take_runs(side, runs, run_count, offset);
-        const auto count = static_cast<std::uint64_t>(pairs);
-        if (nbytes < 0 || __builtin_mul_overflow(per_pair, count, &total_) ||
-            total_ != static_cast<std::uint64_t>(nbytes))
-            refuse("plan.nbytes is ", nbytes, ": the plan is ", pairs, " tensors of ", per_pair, " bytes");
-        bases_.assign(side.bases + side.first, side.bases + side.first + pairs);
-    }
-
-    std::uint64_t total() const { return total_; }
-
-    // Requires a span and a base.
-    std::uint64_t mean_bytes() const { return total_ / (spans_.size() * bases_.size()); }
-
-    // Position of the next byte; at the end pair == number of bases.
-    struct Cursor {
-        std::size_t pair = 0;
-        std::size_t span = 0;
-        std::uint64_t offset = 0;
-    };
-
-    // Describes at most `bytes` bytes from the cursor on; returns the iovecs used, which may cover less.
-    std::size_t fill(Cursor at, iovec* out, std::size_t room, std::uint64_t bytes) const {
-        std::size_t used = 0;
-        while (bytes > 0 && !ended(at)) {
-            const std::uint64_t step = std::min(spans_[at.span].bytes - at.offset, bytes);
-            char* address = reinterpret_cast<char*>(bases_[at.pair] + spans_[at.span].offset + at.offset);
-            if (used > 0 && address == static_cast<char*>(out[used - 1].iov_base) + out[used - 1].iov_len)
-                out[used - 1].iov_len += step;
-            else if (used < room)
-                out[used++] = {address, step};
-            else
-                break;
-            bytes -= step;
-            at = moved(at, step);
-        }
-        return used;
-    }
-
-    Cursor advanced(Cursor at, std::uint64_t bytes) const {
-        while (bytes > 0 && !ended(at)) {
-            const std::uint64_t step = std::min(spans_[at.span].bytes - at.offset, bytes);
-            at = moved(at, step);
-            bytes -= step;
-        }
-        return at;
-    }
-
-private:
-    std::uint64_t take_runs(const CopySide& side, const Run* runs, std::size_t count, std::uint64_t Run::* offset) {
-        const auto extent = static_cast<std::uint64_t>(side.extent);
-        std::uint64_t total = 0;
-        spans_.reserve(count);
-        for (std::size_t i = 0; i < count; ++i) {
-            const Run& run = runs[i];
-            if (run_ends_outside(run.*offset, run.bytes, extent))
-                refuse("plan.runs[", i, "] is ", run.bytes, " bytes at ", side.name, " offset ", run.*offset,
-                       ": ends outside the tensor of ", side.extent, " bytes");
-            if (__builtin_add_overflow(total, run.bytes, &total)) refuse("plan.runs hold more than 2**64 - 1 bytes");
-            if (run.bytes > 0) spans_.push_back({run.*offset, run.bytes});
-        }
-        return total;
-    }
-
-    bool ended(const Cursor& at) const { return spans_.empty() || at.pair >= bases_.size(); }
-
-    Cursor moved(Cursor at, std::uint64_t step) const {
-        at.offset += step;
-        if (at.offset < spans_[at.span].bytes) return at;
-        if (at.span + 1 < spans_.size()) return {at.pair, at.span + 1, 0};
-        return {at.pair + 1, 0, 0};
-    }
-
-    std::vector<std::uint64_t> bases_;
-    std::vector<ByteRange> spans_;
-    std::uint64_t total_ = 0;
-};
 
 // Measured: copying such small blocks out of a cached buffer is faster than the kernel's scattering.
 constexpr std::uint64_t staged_mean_bytes = 16u << 10;
@@ -115,19 +23,22 @@ constexpr std::uint64_t staged_above_bytes = 64u << 10;
 
 // Memory in place of a payload's: discarded or staged bytes go there, zeros come from there.
 struct Scrap {
-    char* begin;
-    std::size_t bytes;
+    char* begin = nullptr;
+    std::size_t bytes = 0;
 };
 
-// Once detached, moves its remaining bytes without the job's memory.
+// Once detached, moves its remaining bytes without the job's memory; so it does after a failure of the memory's device.
 class Payload {
 public:
-    // `mapped`: nobody can unmap the memory, so this code may write it. Otherwise the kernel does, and reports EFAULT.
-    explicit Payload(Spans spans, bool mapped = false)
+    // If somebody else can unmap the memory, only the kernel reads and writes it, and reports EFAULT.
+    // `tag` is of the memory: see Device::await().
+    explicit Payload(Spans spans, std::int64_t tag = 0)
         : spans_(std::move(spans)),
+          tag_(tag),
           total_(spans_.total()),
-          mapped_(mapped),
-          staged_(mapped && total_ > staged_above_bytes && spans_.mean_bytes() <= staged_mean_bytes) {}
+          mapped_(spans_.place().mapped || spans_.place().on_device()),
+          on_device_(spans_.place().on_device()),
+          staged_(on_device_ || (mapped_ && total_ > staged_above_bytes && spans_.mean_bytes() <= staged_mean_bytes)) {}
 
     static Payload discarding(std::uint64_t bytes) {
         Payload payload{Spans{}};
@@ -140,21 +51,43 @@ public:
     std::uint64_t done() const { return done_; }
     std::uint64_t left() const { return total_ - done_; }
     bool detached() const { return detached_; }
+    bool on_device() const { return on_device_; }
+
+    // Why the device has failed; empty if it has not.
+    const std::string& failure() const { return failure_; }
 
     // True if nobody can unmap what fill() describes.
     bool mapped() const { return mapped_ || detached_; }
 
-    // True if the next bytes should go through a buffer and put().
+    // True if the next bytes come into landing() and go on by put().
     bool staged() const { return staged_; }
 
+    // A copy of the device may still run: whoever gives the memory back awaits the tag.
     void detach() {
+        device_.reset();
         detached_ = true;
         staged_ = false;
         spans_ = Spans{};
     }
 
-    std::size_t fill(iovec* out, std::size_t room, std::uint64_t bytes, const Scrap& scrap) const {
+    // True while the device has not moved the bytes that come next, or the last ones.
+    bool waits() {
+        bool ready = true;
+        if (device_) with_device([&] { ready = left() > 0 ? device_->ready() : device_->settled(); });
+        return !ready;
+    }
+
+    // Bytes to send: of the memory, of a window of its device, if that is ready, or zeros.
+    std::size_t fill(iovec* out, std::size_t room, std::uint64_t bytes, const Scrap& scrap) {
         bytes = std::min(bytes, left());
+        if (on_device_ && !detached_ && bytes > 0) {
+            const DeviceBytes::Part window = front(false);
+            if (window.bytes > 0) {
+                out[0] = {window.begin, static_cast<std::size_t>(std::min(bytes, window.bytes))};
+                return 1;
+            }
+            if (!detached_) return 0;
+        }
         if (!detached_) return spans_.fill(cursor_, out, room, bytes);
         std::size_t used = 0;
         for (; bytes > 0 && used < room; ++used) {
@@ -166,10 +99,22 @@ public:
 
     void advance(std::uint64_t bytes) {
         done_ += bytes;
-        if (!detached_) cursor_ = spans_.advanced(cursor_, bytes);
+        if (device_)
+            with_device([&] { device_->advance(bytes); });
+        else if (!detached_)
+            cursor_ = spans_.advanced(cursor_, bytes);
     }
 
+    // Room for staged bytes; none while the device is not ready.
+    Scrap landing(const Scrap& scrap) {
+        if (!on_device_) return scrap;
+        const DeviceBytes::Part window = front(true);
+        return {window.begin, static_cast<std::size_t>(window.bytes)};
+    }
+
+    // Takes bytes that came into landing().
     void put(const char* from, std::uint64_t bytes) {
+        if (on_device_) return advance(bytes);
         const Mover move = mover_for(total_);
         for (iovec parts[64]; bytes > 0;) {
             const std::size_t used = spans_.fill(cursor_, parts, 64, bytes);
@@ -198,13 +143,40 @@ public:
 private:
     static constexpr std::size_t trailer_room = 8;
 
+    // Nothing while the device is not ready, or after its failure.
+    DeviceBytes::Part front(bool writes) {
+        DeviceBytes::Part part;
+        with_device([&] {
+            if (!device_)
+                device_ =
+                    std::make_unique<DeviceBytes>(Device::open(spans_.place().device), spans_, writes, writes, tag_);
+            if (device_->ready()) part = device_->front();
+        });
+        return part;
+    }
+
+    // A failure detaches.
+    template <typename Work>
+    void with_device(Work&& work) {
+        try {
+            work();
+        } catch (const DeviceError& error) {
+            if (failure_.empty()) failure_ = error.what();
+            detach();
+        }
+    }
+
     Spans spans_;
+    std::int64_t tag_ = 0;
     std::uint64_t total_;
     std::uint64_t done_ = 0;
     bool mapped_ = false;
+    bool on_device_ = false;
     bool staged_ = false;
     Spans::Cursor cursor_;
     bool detached_ = false;
+    std::unique_ptr<DeviceBytes> device_;  // from the first byte on
+    std::string failure_;
 };
 
 }  // namespace datadist

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from llm_datadist._native import _native
-from llm_datadist._native._native import Plan, TensorList
+from llm_datadist._native._native import Place, Plan, TensorList
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,19 +18,24 @@ if TYPE_CHECKING:
     from llm_datadist._native._native import CopyPool
 
 
+USER: Final = Place()
+"""Host memory that its user may unmap: native code receives into it by system calls, which fail instead of crashing."""
+
+MAPPED: Final = Place(mapped=True)
+"""Host memory that only this library can unmap or protect."""
+
+
 @dataclass(slots=True, eq=False)
 class Tensors:
     """Tensors of one side, as mapped in this process. Immutable; ``frozen`` would double the time of construction."""
 
     bases: NDArray[np.uint64]  # shape (T,): address of each tensor; native code has a copy
     extent: int  # bytes of each tensor
-    #: True if only this library can unmap or protect the memory. Else native code receives by system calls: they fail
-    #: where a direct write would crash.
-    mapped: bool = field(default=False, kw_only=True)
+    place: Place = field(default=USER, kw_only=True)
     native: TensorList = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.native = TensorList(self.bases, self.extent)
+        self.native = TensorList(self.bases, self.extent, self.place)
 
 
 NONCE_BYTES: Final = 16

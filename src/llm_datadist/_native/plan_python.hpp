@@ -67,11 +67,12 @@ private:
 // Tensors of one side. Addresses are copied, so a check stays valid.
 class TensorList {
 public:
-    TensorList(const Addresses& bases, std::int64_t extent)
-        : bases_(bases.data(), bases.data() + bases.size()), extent_(extent) {}
+    TensorList(const Addresses& bases, std::int64_t extent, const Place& place)
+        : bases_(bases.data(), bases.data() + bases.size()), extent_(extent), place_(place) {}
 
+    const Place& place() const { return place_; }
     CopySide side(std::int64_t first, const char* name) const {
-        return {bases_.data(), bases_.size(), extent_, first, name};
+        return {bases_.data(), bases_.size(), extent_, first, name, place_};
     }
 
     bool same_bases(const TensorList& other) const { return bases_ == other.bases_; }
@@ -79,6 +80,7 @@ public:
 private:
     std::vector<std::uint64_t> bases_;
     std::int64_t extent_;
+    Place place_;
 };
 
 struct Pairing {
@@ -267,8 +269,23 @@ inline void bind_plans(nb::module_& m) {
         .def_prop_ro("array", &BlockList::array);
     nb::implicitly_convertible<Indices, BlockList>();
 
+    nb::enum_<DeviceMover>(m, "DeviceMover")
+        .value("AUTO", DeviceMover::automatic)
+        .value("KERNEL", DeviceMover::kernel)
+        .value("COPY", DeviceMover::copy);
+    nb::class_<Place>(m, "Place", nb::is_final())
+        .def(
+            "__init__",
+            [](Place* self, int device, bool mapped, bool pinned, DeviceMover mover) {
+                new (self) Place{device, mapped, pinned, mover};
+            },
+            nb::kw_only(), "device"_a = -1, "mapped"_a = false, "pinned"_a = false, "mover"_a = DeviceMover::automatic)
+        .def_ro("device", &Place::device)
+        .def_ro("mapped", &Place::mapped)
+        .def_ro("pinned", &Place::pinned);
+
     nb::class_<TensorList>(m, "TensorList", nb::is_final())
-        .def(nb::init<const Addresses&, std::int64_t>(), "bases"_a, "extent"_a)
+        .def(nb::init<const Addresses&, std::int64_t, const Place&>(), "bases"_a, "extent"_a, "place"_a)
         .def("same_bases", &TensorList::same_bases, "other"_a);
 
     nb::class_<MovePlan>(m, "Plan", nb::is_final())

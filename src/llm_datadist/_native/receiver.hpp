@@ -57,7 +57,7 @@ public:
         switch (stage_) {
             case Stage::header: return have_ == header_bytes;
             case Stage::meta: return have_ == meta_.size();
-            case Stage::payload: return payload_->left() == 0;
+            case Stage::payload: return payload_->left() == 0 && !payload_->waits();
             case Stage::trailer: return have_ == trailer_bytes;
             case Stage::paused: break;
         }
@@ -67,6 +67,10 @@ public:
     const char* header() const { return small_.data(); }
     std::string& meta() { return meta_; }
     std::uint64_t trailer() const { return load<std::uint64_t>(small_.data()); }
+    // True while the device of the payload's memory is not ready, or has all bytes: no input ends that.
+    bool waits() const {
+        return stage_ == Stage::payload && payload_->on_device() && (payload_->left() == 0 || payload_->waits());
+    }
     bool discarding() const { return stage_ == Stage::payload && payload_->detached(); }
 
     struct Step {
@@ -86,6 +90,7 @@ public:
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = describe(parts, budget, scrap);
+        if (waits()) return {0, true};
         std::uint64_t asked = 0;
         for (std::size_t i = 0; i < message.msg_iovlen; ++i) asked += parts[i].iov_len;
         const ssize_t got = stream.receive(message, stage_ != Stage::payload || payload_->mapped());
@@ -94,7 +99,7 @@ public:
             if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return {0, true};
             break_lane("receiving failed: ", std::strerror(errno));
         }
-        account(static_cast<std::uint64_t>(got), scrap);
+        account(static_cast<std::uint64_t>(got));
         return {static_cast<std::uint64_t>(got), static_cast<std::uint64_t>(got) < asked && !stream.has_input()};
     }
 
@@ -113,8 +118,9 @@ private:
 
     std::size_t describe_payload(iovec* parts, std::uint64_t budget, const Scrap& scrap) {
         std::size_t used = 1;
+        landing_ = payload_->staged() ? payload_->landing(scrap) : Scrap{};
         if (payload_->staged())
-            parts[0] = {scrap.begin, std::min<std::size_t>({budget, payload_->left(), scrap.bytes})};
+            parts[0] = {landing_.begin, std::min<std::size_t>({budget, payload_->left(), landing_.bytes})};
         else
             used = payload_->fill(parts, max_iovecs - 1, budget, scrap);
         std::uint64_t described = 0;
@@ -123,10 +129,10 @@ private:
         return used;
     }
 
-    void account(std::uint64_t got, const Scrap& scrap) {
+    void account(std::uint64_t got) {
         if (stage_ == Stage::payload) {
             const std::uint64_t body = std::min(got, payload_->left());
-            payload_->staged() ? payload_->put(scrap.begin, body) : payload_->advance(body);
+            payload_->staged() ? payload_->put(landing_.begin, body) : payload_->advance(body);
             got -= body;
         }
         have_ += static_cast<std::size_t>(got);
@@ -137,6 +143,7 @@ private:
     std::array<char, header_bytes> small_{};
     std::string meta_;
     std::shared_ptr<Payload> payload_;
+    Scrap landing_{};  // of the bytes that come, if they are staged
     bool trailer_follows_ = false;
 };
 

@@ -115,14 +115,14 @@ struct CachedReply {
     std::int64_t extent;
     Guards guards;
     std::int64_t tag;
-    bool mapped;
+    Place place;
     bool granted = false;                  // only blocks of `lent`, which its grant keeps
     std::weak_ptr<const LentBlocks> lent = {};
 
     // Requested part, or null if there is none.
     std::shared_ptr<Payload> payload(const LaneRequest& request) const {
         if (request.extent != extent) return nullptr;
-        const CopySide side{bases.data(), bases.size(), extent, request.first, "granted"};
+        const CopySide side{bases.data(), bases.size(), extent, request.first, "granted", place};
         const std::vector<Run> runs = request.runs();
         if (granted) {
             const auto blocks = lent.lock();
@@ -130,7 +130,7 @@ struct CachedReply {
         }
         try {
             return std::make_shared<Payload>(
-                Spans(side, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), mapped);
+                Spans(side, request.count, runs.data(), runs.size(), &Run::src, request.nbytes), tag);
         } catch (const RuleError&) {
             return nullptr;
         }

@@ -75,6 +75,12 @@ public:
         return false;
     }
 
+    // True while the device of the memory that is being sent is not ready.
+    bool waits() const {
+        return begun_ && frames_.front().payload && head_sent_ == frames_.front().head.size() &&
+               frames_.front().payload->left() > 0 && frames_.front().payload->waits();
+    }
+
     // True while it is being sent: the peer may answer it.
     bool has_begun(Kind kind, std::uint64_t id) const {
         return begun_ && frames_.front().kind == kind && frames_.front().id == id;
@@ -113,6 +119,7 @@ private:
     }
 
     static void append_trailer(Frame& frame, std::string& out) {
+        if (frame.payload && !frame.payload->failure().empty()) frame.status = failed;
         if (frame.status == good && !frame.guards.current()) frame.status = changed;
         append<std::uint64_t>(out, frame.status);
     }
@@ -122,11 +129,18 @@ private:
         begun_ = true;
         head_sent_ = tail_sent_ = 0;
         if (frame.kind == Kind::data && !frame.guards.current()) return refuse_instead(frame, changed);
-        // If memory can be unmapped, only the kernel reads it, and reports EFAULT.
-        if (!frame.payload || frame.payload->total() > coalesce_bytes || !frame.payload->mapped()) return;
+        // If memory can be unmapped, only the kernel reads it, and reports EFAULT. A device may not be ready.
+        if (!frame.payload || frame.payload->total() > coalesce_bytes || !frame.payload->mapped() ||
+            frame.payload->on_device())
+            return;
         frame.payload->gather(frame.head);
-        frame.payload.reset();
         if (frame.kind == Kind::data) append_trailer(frame, frame.head);
+        frame.payload.reset();
+    }
+
+    // A WRITE has no trailer that could say that its bytes are none.
+    static void require_sound(const Frame& frame) {
+        if (frame.kind == Kind::write && !frame.payload->failure().empty()) break_lane(frame.payload->failure());
     }
 
     bool finished(const Frame& frame) const {
@@ -149,6 +163,7 @@ private:
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = gather(frame, parts, budget);
+        if (message.msg_iovlen == 0) return 0;  // the device is not ready
         const bool reads = frame.payload && frame.payload->left() > 0;
         const ssize_t sent = stream.send(message, MSG_NOSIGNAL | MSG_DONTWAIT | more(frame),
                                          reads ? frame.head.size() - head_sent_ : 0, !reads || frame.payload->mapped());
@@ -175,6 +190,7 @@ private:
         if (frame.payload && frame.payload->left() > 0) {
             const std::size_t head = used;
             used += frame.payload->fill(parts + used, max_iovecs - used, budget, Scrap{zeros, sizeof zeros});
+            require_sound(frame);
             // Measured: scattered blocks of 4 KiB take a tenth to a fifth less time.
             for (std::size_t i = head; i < used; ++i)
                 prefetch_head(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);

@@ -9,6 +9,18 @@
 
 namespace datadist {
 
+enum class DeviceMover : std::uint8_t { automatic = 0, kernel = 1, copy = 2 };
+
+// Where memory is, and who reaches it.
+struct Place {
+    int device = -1;      // ordinal of a GPU; -1: the host
+    bool mapped = false;  // of the host: only this library can unmap or protect it
+    bool pinned = false;  // of the host: devices reach it
+    DeviceMover mover = DeviceMover::automatic;
+
+    bool on_device() const { return device >= 0; }
+};
+
 // Tensors of one side, with addresses in this or in another process.
 struct CopySide {
     const std::uint64_t* bases;
@@ -16,6 +28,7 @@ struct CopySide {
     std::int64_t extent;  // bytes of each tensor
     std::int64_t first;   // the first tensor of the plan
     const char* name;     // "dst" or "src", for errors
+    Place place = {};
 
     char* address(std::size_t pair, std::uint64_t offset) const {
         return reinterpret_cast<char*>(bases[static_cast<std::size_t>(first) + pair] + offset);

@@ -18,7 +18,7 @@ inline std::int64_t monotonic_ns() {
     return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-enum class Ending : int { good = 0, refused = 1, lost = 2, timeout = 3, trailer = 4 };
+enum class Ending : int { good = 0, refused = 1, lost = 2, timeout = 3, trailer = 4, device = 5 };
 
 // `bytes` moved at this side. `code`: the peer's, `lost` if giving up cost the lane, else 0. `text`: the reason.
 struct Outcome {

@@ -48,6 +48,9 @@ public:
         if (!nb::steal(elsewhere(last_left.ptr(), {{used_.ptr()}}, true)).is_valid()) throw nb::python_error();
     }
 
+    // Never leaves: what is used stays as it is.
+    void stay() { inside_ = false; }
+
 private:
     nb::object gate_, used_, owner_, what_;
     bool inside_ = false;
@@ -136,7 +139,7 @@ inline void bind_counts(nb::module_& m) {
     nb::class_<Use>(m, "Use", nb::is_final())
         .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "gate"_a, "used"_a, "owner"_a, "what"_a.none())
         .def("__enter__", &Use::enter)
-        .def("__exit__", [](Use& use, nb::args) { use.leave(); });
+        .def("__exit__", [](Use& use, nb::args raised) { still_runs(raised) ? use.stay() : use.leave(); });
 
     nb::class_<Meter>(m, "Meter", nb::is_final())
         .def(nb::init<>())

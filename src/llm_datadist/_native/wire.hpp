@@ -37,6 +37,7 @@ enum Status : std::uint32_t {
     lost = 3,     // the lane ended; never sent
     misfit = 4,   // the accepted memory differs in size from the payload
     torn = 5,     // changed or aborted during a WRITE: part may be written
+    failed = 6,   // the device of the owner's memory failed: DATA's bytes are invalid
 };
 
 constexpr std::uint32_t lane_magic = 0x31444c44;  // "DLD1"
@@ -132,6 +133,7 @@ inline const char* text_of(Status status) {
         case torn:
             return "the memory was freed, bound again or unregistered during the transfer: part of it is written";
         case misfit: return "the memory at the target is of another size than the payload";
+        case failed: return "the device of the owner's memory has failed";
         case lost: break;
     }
     return "the lane ended";

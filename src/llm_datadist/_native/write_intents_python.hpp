@@ -63,6 +63,12 @@ public:
         page_.reset();
     }
 
+    // Stays announced until this process ends, and the page mapped: the owner keeps the memory.
+    void stay() {
+        slot_ = 0;
+        page_.release();
+    }
+
 private:
     nb::list free_;
     nb::object page_;  // stays mapped until the end
@@ -81,7 +87,7 @@ inline void bind_writers(nb::module_& m) {
         .def(nb::init<nb::list, nb::object, std::uint64_t, std::uint64_t, nb::object, nb::object>(), "free"_a, "page"_a,
              "address"_a, "what"_a, "full"_a, "closed"_a)
         .def("__enter__", &Intent::begin)
-        .def("__exit__", [](Intent& intent, nb::args) { intent.end(); });
+        .def("__exit__", [](Intent& intent, nb::args raised) { still_runs(raised) ? intent.stay() : intent.end(); });
     m.def("close_writers", [](std::uint64_t page) { close_page(IntentPage(page)); }, "page"_a);
     m.def(
         "writer_sequence", [](std::uint64_t page, std::uint64_t slot) { return sequence_of(IntentPage(page), slot); },

@@ -28,7 +28,7 @@ from llm_datadist._checks import (
     check_uint64,
     check_uint64_list,
 )
-from llm_datadist._native import BlockList, check_mapped, parse_blocks
+from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, MemInfo, Memtype
@@ -131,7 +131,7 @@ def check_key_count(keys: Bindings, geometry: Geometry) -> None:
 
 
 def check_addresses(addrs: list[int], geometry: Geometry) -> None:
-    """Check that each tensor has a non-zero address with mapped memory."""
+    """Check that each tensor has a non-zero address; :meth:`CacheStore.register` checks the memory there."""
     check_rule(addrs, "addrs is empty: one address per tensor is needed")
     check_rule(
         len(addrs) == geometry.num_tensors,
@@ -140,7 +140,6 @@ def check_addresses(addrs: list[int], geometry: Geometry) -> None:
     check_rule(all(addrs), f"addrs[{addrs.index(0) if 0 in addrs else 0}]=0: an address cannot be zero")
     end = max(addrs) + geometry.tensor_bytes
     check_rule(end <= INVALID_ID, f"addrs: {max(addrs)} + {geometry.tensor_bytes} bytes is beyond the address space")
-    check_mapped("addrs", addrs, geometry.tensor_bytes)
 
 
 def check_accessible(remote_accessible: object, *, linked: bool) -> bool:

@@ -54,6 +54,17 @@ if TYPE_CHECKING:
     from llm_datadist.types import LLMRole
 
 
+def _device_of(options: Options, given: Device | None) -> Device:
+    """Return the device behind Placement.DEVICE; LLMException (``LLM_FEATURE_NOT_ENABLED``): it is not there."""
+    if options.device_memory == "host" and (given is None or given.ordinal < 0):
+        return given or HostDevice()
+    from llm_datadist._memory.cuda import CudaDevice
+
+    if isinstance(given, CudaDevice) and options.device_mover in ("auto", given.mover):
+        return given
+    return CudaDevice(options.device_id if given is None else given.ordinal, options.device_mover)
+
+
 class Engine:
     """Parts of an instance; ``alive`` until ``finalize``. Threads: any."""
 
@@ -68,7 +79,7 @@ class Engine:
         self.alive = True
         try:
             with typed_memory_error("init"):
-                self._build(device or HostDevice())
+                self._build(_device_of(options, device))
         except LLMException:
             raise
         except (OSError, RuntimeError) as error:  # mostly no descriptors or threads left
@@ -89,7 +100,7 @@ class Engine:
             threads = options.copy_threads or _native.usable_cpus()
             self._copy_pool = own(closing(_native.CopyPool(threads))) if threads > 1 else None
             self._access = access = AccessPolicy(self.store, options.peer_policy)
-            self.swap = own(closing(SwapEngine(device)))
+            self.swap = own(closing(SwapEngine()))
             self.local = LocalCopies(self.store, self.swap, self._copy_pool)
             self.page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
             if self.page is not None:

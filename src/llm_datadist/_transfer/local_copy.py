@@ -1,15 +1,14 @@
 """Copies of rows and blocks inside one process, planned as pulls are.
 
-:class:`SwapEngine` copies between host and device. After a failure or a time-out the addressed bytes are undefined.
+After a failure or a time-out the addressed bytes are undefined.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -19,28 +18,20 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import DRAIN
 from llm_datadist._checks import check_rule
 from llm_datadist._native import CopyPool, Plan, Tensors, Use
-from llm_datadist._native.public_call import for_main_thread, inside_another_call, whole
-from llm_datadist._threads import Threads
-from llm_datadist.errors import CacheMismatch, CacheNotFound, OutOfMemory, ParamError, StateError
+from llm_datadist._native.public_call import whole
+from llm_datadist.errors import CacheMismatch, CacheNotFound, ParamError
 from llm_datadist.metrics import SwapStatistics
 from llm_datadist.types import Cache, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
-
     from numpy.typing import NDArray
 
     from llm_datadist._cache.registry import Entry
     from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
-    from llm_datadist._memory.segment import Segment
-
-T = TypeVar("T")
 
 _WORKERS: Final = 4  # of swaps, at most one per usable CPU (interface R10)
-_STAGING_BUFFERS: Final = 4
 
 #: Source blocks, shape ``(N,)``, and their destinations: ``(N,)``, or ``(L, N)`` for L lists.
 Pairs = tuple["NDArray[np.int64]", "NDArray[np.int64]"]
@@ -60,11 +51,13 @@ class Operand:
     tensors: Tensors
 
     @classmethod
-    def of(cls, name: str, geometry: Geometry, addresses: list[int]) -> Operand:
+    def of(cls, name: str, geometry: Geometry, addresses: list[int], device: Device) -> Operand:
+        """Return memory of the caller; ParamError if it is not where ``geometry`` says."""
         if 0 in addresses:
             raise ParamError(f"{name}: tensor_addrs[{addresses.index(0)}]=0: an address cannot be zero")
-        _native.check_mapped(f"{name}: tensor_addrs", addresses, geometry.tensor_bytes)
-        return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), geometry.tensor_bytes))
+        nbytes, placement = geometry.tensor_bytes, Placement(geometry.placement)
+        place = device.place_of(f"{name}: tensor_addrs", addresses, nbytes, placement)
+        return cls(name, geometry, Tensors(np.array(addresses, dtype=np.uint64), nbytes, place=place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +91,7 @@ class LocalCopies:
     def swap_blocks(self, src: Cache, dst: Cache, pairs: Pairs, ends: tuple[str, str]) -> int:
         """Move blocks between HOST and DEVICE (interface R10); return the bytes. Errors name ``ends``."""
         with self._use_of(ends[0], src) as src_entry, self._use_of(ends[1], dst) as dst_entry:
-            source, target = _swap_operand(ends[0], src, src_entry), _swap_operand(ends[1], dst, dst_entry)
+            source, target = self._swap_operand(ends[0], src, src_entry), self._swap_operand(ends[1], dst, dst_entry)
             names = ("sources of src_to_dst", "destinations of src_to_dst")
             plan, alias = _plan_blocks(source, target, pairs, "swap_blocks", names)
             if source.geometry.placement == target.geometry.placement:
@@ -128,6 +121,15 @@ class LocalCopies:
                 return self._swap.swap(plan, target, source)
             return self._execute(plan, target.tensors, source.tensors, deadline, what)
 
+    def _swap_operand(self, name: str, cache: Cache, entry: Entry | None) -> Operand:
+        """Return a handle's operand; ``entry`` is the own cache of its id."""
+        geometry, addresses = Geometry.of(cache.cache_desc, CacheKind.BLOCKS), list(cache.tensor_addrs)
+        check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
+        if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
+            # Not the handle's descriptor, whose shape the user may have changed.
+            return Operand(name, entry.geometry, entry.storage.tensors)
+        return Operand.of(name, geometry, addresses, self._store.device)
+
     def _use_of(self, name: str, cache: Cache) -> Use[Entry] | nullcontext[None]:
         """Return the use of an own cache; nothing for a handle of another, or of none (interface §6.9)."""
         try:
@@ -146,16 +148,6 @@ class LocalCopies:
         if done < plan.nbytes:
             raise deadline.error(f"{what} ({done} of {plan.nbytes} bytes done)", "copy")
         return plan.nbytes
-
-
-def _swap_operand(name: str, cache: Cache, entry: Entry | None) -> Operand:
-    """Return a handle's operand; ``entry`` is the own cache of its id."""
-    geometry, addresses = Geometry.of(cache.cache_desc, CacheKind.BLOCKS), list(cache.tensor_addrs)
-    check_rule(len(addresses) == geometry.num_tensors, f"{name}: it has no memory any more (deallocated)")
-    if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
-        # Not the handle's descriptor, whose shape the user may have changed.
-        return Operand(name, entry.geometry, entry.storage.tensors)
-    return Operand.of(name, geometry, addresses)
 
 
 def _operand(name: str, held: Entry | Operand, what: str) -> Operand:
@@ -215,28 +207,18 @@ def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) ->
 
 
 class SwapEngine:
-    """Swaps of blocks between host and device (interface R10).
+    """Swaps of blocks between host and device (interface R10), without a deadline.
 
-    Owns: workers, at most ``cpus``, and staging buffers, from the first swap to :meth:`close`.
-    Threads: any; one staged swap runs at a time.
+    Owns: a pool of workers, at most ``cpus``, from the first swap to :meth:`close`. Threads: any.
     """
 
-    def __init__(self, device: Device, cpus: int | None = None) -> None:
-        self._device = device
-        self._lock = threading.Lock()  # for the one set of staging buffers, and the workers
-        self._swapping: int | None = None  # thread of the staged swap
+    def __init__(self, cpus: int | None = None) -> None:
+        self._lock = threading.Lock()  # for the pool
         self.workers = min(_WORKERS, _native.usable_cpus() if cpus is None else cpus)
         self._copy_pool: _native.CopyPool | None = None
-        # One more, to empty the staging buffers.
-        self._threads = Threads(_WORKERS + 1, "llm-datadist-swap")
-        self._staging: list[Segment] = []
 
     def swap(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        """Execute a plan of whole blocks; return the bytes. OutOfMemory, nothing copied: no room for staging."""
-        if plan.nbytes == 0:
-            return 0
-        if self._device.needs_staging:
-            return self._swap_staged(plan, dst, src)
+        """Execute a plan of whole blocks; return the bytes."""
         pool = self._copy_pool or self._make_pool()
         _native.execute(plan, dst.tensors.native, src.tensors.native, pool, _native.NO_DEADLINE)
         return plan.nbytes
@@ -250,155 +232,11 @@ class SwapEngine:
                     self._copy_pool = _native.CopyPool(self.workers)
             return self._copy_pool
 
-    @whole
-    def _swap_staged(self, plan: Plan, dst: Operand, src: Operand) -> int:
-        # By the device, for which the other swap waits. A call of a signal handler waits for that swap.
-        inside = self._swapping == threading.get_ident() or (inside_another_call() and not for_main_thread())
-        if not self._lock.acquire(blocking=not inside):
-            raise StateError("swap_blocks: called inside another call while a swap runs; call it after that one")
-        self._swapping = threading.get_ident()
-        try:
-            if dst.geometry.placement == Placement.DEVICE:
-                self._swap_in(plan, dst.tensors, src.tensors, dst.geometry.stride)
-            else:
-                self._swap_out(plan, dst.tensors, src.tensors)
-        finally:
-            self._swapping = None
-            self._lock.release()
-        return plan.nbytes
-
     def statistics(self) -> SwapStatistics:
-        return SwapStatistics(self.workers, sum(segment.nbytes for segment in self._staging))
+        return SwapStatistics(self.workers, 0)
 
     def close(self) -> None:
         with self._lock:
             if self._copy_pool is not None:
                 self._copy_pool.close()
                 self._copy_pool = None
-            self._threads.shutdown()
-            self._give_staging_back()
-
-    def _give_staging_back(self) -> None:
-        while self._staging:
-            self._staging.pop().close()
-
-    def _swap_out(self, plan: Plan, dst: Tensors, src: Tensors) -> None:
-        copies = list(_spans(plan, dst, src))
-        if plan.ordered:
-            for copy in copies:
-                self._device.copy_from_device(*copy)
-            return
-
-        def work(first: int) -> None:
-            for copy in copies[first :: self.workers]:
-                self._device.copy_from_device(*copy)
-
-        _share(self._threads, work, range(self.workers))
-
-    def _swap_in(self, plan: Plan, dst: Tensors, src: Tensors, block_bytes: int) -> None:
-        self._take_staging(block_bytes)
-        copies = [
-            (target + at, source + at, block_bytes)  # merged runs do not fit a staging buffer
-            for target, source, nbytes in _spans(plan, dst, src)
-            for at in range(0, nbytes, block_bytes)
-        ]
-        if plan.ordered:
-            buffer = self._staging[0].address
-            for target, source, nbytes in copies:
-                self._device.copy_to_device(buffer, source, nbytes)
-                self._device.copy_on_device(target, buffer, nbytes)
-            return
-        buffers = [segment.address for segment in self._staging]
-        _Pipeline(self._device, buffers).run(copies, self._threads, self.workers)
-
-    def _take_staging(self, nbytes: int) -> None:
-        """Allocate staging buffers of at least ``nbytes``."""
-        if self._staging and self._staging[0].nbytes >= nbytes:
-            return
-        self._give_staging_back()
-        try:
-            for _ in range(_STAGING_BUFFERS):
-                buffer = self._device.allocate(nbytes, "swap-staging", peers_may_write=False, prefault=False)
-                self._staging.append(buffer)
-        except BaseException as error:
-            self._give_staging_back()
-            if not isinstance(error, OutOfMemory):
-                raise
-            raise OutOfMemory(
-                f"swap_blocks: no device memory for {_STAGING_BUFFERS} staging buffers of {nbytes} bytes "
-                f"({_STAGING_BUFFERS * nbytes} in all): {error}",
-                pool=error.pool,
-                requested=_STAGING_BUFFERS * nbytes,
-                free=error.free,
-                largest_hole=error.largest_hole,
-            ) from error
-
-
-class _Pipeline:
-    """Swap-in: workers copy host -> buffer, one thread buffer -> device."""
-
-    def __init__(self, device: Device, buffers: list[int]) -> None:
-        self._device = device
-        self._empty: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
-        self._failed = threading.Event()
-        for buffer in buffers:
-            self._empty.put(buffer)
-
-    def run(self, copies: list[tuple[int, int, int]], threads: Threads, workers: int) -> None:
-        drain = threads.submit(self._drain)
-        try:
-            _share(threads, self._fill, [copies[worker::workers] for worker in range(workers)])
-        finally:
-            self._full.put(None)
-            drain.result()
-
-    def _fill(self, copies: list[tuple[int, int, int]]) -> None:
-        for target, source, nbytes in copies:
-            buffer = self._empty.get()
-            if self._failed.is_set():
-                self._empty.put(buffer)
-                return
-            try:
-                self._device.copy_to_device(buffer, source, nbytes)
-            except BaseException:
-                # Else the other workers would wait for this buffer.
-                self._failed.set()
-                self._empty.put(buffer)
-                raise
-            self._full.put((target, buffer, nbytes))
-
-    def _drain(self) -> None:
-        error: BaseException | None = None
-        while (work := self._full.get()) is not None:
-            target, buffer, nbytes = work
-            try:
-                if error is None:
-                    self._device.copy_on_device(target, buffer, nbytes)
-            except BaseException as failure:  # noqa: BLE001 (kept until the workers have ended)
-                error = failure
-                self._failed.set()
-            finally:
-                self._empty.put(buffer)
-        if error is not None:
-            raise error
-
-
-def _share(threads: Threads, work: Callable[[T], None], parts: Iterable[T]) -> None:
-    """Have threads work on the parts; raise the first error once all have ended."""
-    shared: list[Future[None]] = []
-    try:
-        shared.extend(threads.share(work, part) for part in parts)  # keeps those before an error
-    finally:
-        errors = [each.exception() for each in shared]
-    for error in filter(None, errors):
-        raise error
-
-
-def _spans(plan: Plan, dst: Tensors, src: Tensors) -> Iterator[tuple[int, int, int]]:
-    """Yield (dst address, src address, bytes) by tensor and run."""
-    runs = plan.runs.tolist()
-    for i in range(plan.count):
-        target, source = int(dst.bases[plan.dst_first + i]), int(src.bases[plan.src_first + i])
-        for to, at, nbytes in runs:
-            yield target + to, source + at, nbytes

@@ -91,7 +91,9 @@ def _open(link: Link, answer: Resolved, what: str, push: bool) -> Resolution:
     tensors = link.caches.mapped.get(known) or _map(link, answer, geometry, what, push=push)
     if steps.watch is not None:
         steps.watch("resolved", link)
-    if len(answer.offsets) <= _MAX_MAPPED_BYTES:  # pool memory is reused often
+    # Pool memory is reused often; what is served only because a GPU's is not mapped may be mapped soon.
+    served = tensors.connection.capabilities.remote_guards
+    if len(answer.offsets) <= _MAX_MAPPED_BYTES and not (served and answer.regions):
         keep(link.caches.mapped, known, tensors, _MAX_MAPPED)
     if (guard_set := _guard_set(tensors, answer.guards)) is None:
         tensors = replace(tensors, handle=encode_handle(Handle(answer.cache_id, answer.pin, answer.guards)))
@@ -144,8 +146,19 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
             peer=link.peer.cluster_id,
             phase="resolve",
         )
+    shared = link.connection.shared
+    if link.connection.private is None and any(map(shared.leaves_out, set(regions.tolist()))):
+        raise LLMException(
+            f"{what}: cache {answer.cache_id} of {link.peer} lies in a GPU{shared.usage().remark}; there are none, as "
+            f"llm.Transport is {capabilities.name}: leave it at auto",
+            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            peer=link.peer.cluster_id,
+            phase="resolve",
+        )
     # ``located``, because the target's answer allows the write.
     connection = link.connection.reaching(regions)
+    if connection.capabilities.remote_guards:  # the peer's pool in a GPU is not mapped here
+        return _map_served(link, answer, geometry, push=push)
     return connection.map(regions, offsets, geometry.tensor_bytes, writable=push, located=push)
 
 

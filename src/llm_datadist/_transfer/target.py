@@ -160,8 +160,11 @@ class Target:
     ) -> Resolved:
         # Without remote cache access pools are sealed against peers' writes, so absolute addresses are needed.
         sealed = message.push and not self._store.remote_accessible
-        regions, offsets = entry.storage.names(mapped=link.connection.capabilities.shared_regions and not sealed)
-        if link.connection.reaching(np.frombuffer(regions, "<u4")).capabilities.remote_guards:
+        mapped = link.connection.capabilities.shared_regions and not sealed
+        if entry.storage.tensors.place.device >= 0:
+            mapped = mapped and link.connection.devices
+        regions, offsets = entry.storage.names(mapped=mapped)
+        if link.connection.for_ours(non_pool=not any(regions)).capabilities.remote_guards:
             regions = offsets = b""  # the handle suffices, and the peer learns no address
             if pin is not None:
                 pin.served = 0

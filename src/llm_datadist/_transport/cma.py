@@ -35,6 +35,8 @@ class CmaTransport(Transport):
 
     def judge(self, meeting: Meeting) -> Verdict:
         memory = meeting.memory
+        if meeting.any_has_device:
+            return Verdict(False, "a side has memory of a GPU, which the kernel does not copy")
         if not isinstance(memory, PeerMemory):
             return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
         if not memory.cookie_address:

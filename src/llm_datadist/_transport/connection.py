@@ -18,9 +18,11 @@ from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import (
     CHANGED_BEFORE,
     CHANGED_DURING,
+    USER,
     CopyPool,
     GuardSet,
     Meter,
+    Place,
     Plan,
     Tensors,
     Use,
@@ -63,6 +65,7 @@ class AddressRange:
     nbytes: int
     writable: bool
     memory: object = None  # keeps the range mapped; None if the connection does
+    place: Place = USER  # for copies
 
     def addresses(self, region: int, offsets: NDArray[np.uint64], extent: int) -> NDArray[np.uint64]:
         limit = self.nbytes - extent  # no sum with an untrusted offset, which could wrap
@@ -212,6 +215,10 @@ class Connection(AbstractContextManager["Connection"]):
         """Return the range of a region; None if the peer exports no such region."""
         return self._ranges.get(region)
 
+    def leaves_out(self, region: int) -> bool:
+        """Return True for a region of the peer's that is not mapped, or not yet. Never waits."""
+        return False
+
     @abstractmethod
     def _guards(self) -> AddressRange:
         """Return the range of the peer's guard table here."""
@@ -258,17 +265,18 @@ class Connection(AbstractContextManager["Connection"]):
             raise ParamError(f"map: regions and offsets must be 1-D and as long, got {regions.shape}, {offsets.shape}")
         with self._use("map"):
             named = sorted(set(regions.tolist()))
-            bases = offsets if len(named) == 1 else offsets.copy()
+            bases, place = offsets if len(named) == 1 else offsets.copy(), USER
             if NON_POOL in named and len(named) > 1 and not self.capabilities.same_addresses:
                 raise ProtocolError(f"map: non-pool memory and exported regions {named[1:]} in one cache")
             for region in named:
                 found = _checked_range(self, region, writable and not (located and region == NON_POOL))
+                place = found.place
                 if bases is offsets:  # usually all are in one region
                     bases = found.addresses(region, offsets, extent)
                 else:
                     chosen = regions == region
                     bases[chosen] = found.addresses(region, offsets[chosen], extent)
-            return RemoteTensors(bases, extent, self, writable, named[:1] == [NON_POOL])
+            return RemoteTensors(bases, extent, self, writable, named[:1] == [NON_POOL], place=place)
 
     def guards_unchanged(self, guards: GuardSet) -> bool:
         """Return True while every guard of :func:`guards_of` shows its generation. Raises LinkError once closed."""
@@ -435,10 +443,12 @@ def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:
 class DataPath:
     """Owner of a link's connections: ``shared`` reaches pools and guards, ``private`` non-pool memory.
 
-    ``private`` is None if ``shared`` reaches non-pool memory, or nothing does.
+    ``private`` is None if ``shared`` reaches non-pool memory, or nothing does. ``devices``: the peer was offered this
+    side's pools in a GPU.
     """
 
-    def __init__(self, shared: Connection, private: Connection | None = None) -> None:
+    def __init__(self, shared: Connection, private: Connection | None = None, *, devices: bool = False) -> None:
+        self.devices = devices
         self.shared = shared
         self.private = private
         self.connections = (shared,) if private is None else (shared, private)
@@ -450,9 +460,15 @@ class DataPath:
 
     def reaching(self, regions: NDArray[np.uint32]) -> Connection:
         """Return the connection for tensors of these regions: all of them in pools, or none."""
-        if self.private is not None and {NON_POOL}.issuperset(regions.tolist()):
-            return self.private
+        if self.private is not None:
+            named = set(regions.tolist())
+            if named <= {NON_POOL} or any(map(self.shared.leaves_out, named)):
+                return self.private
         return self.shared
+
+    def for_ours(self, *, non_pool: bool) -> Connection:
+        """Return the connection by which the peer reaches this side's memory, unless its import of a GPU's fails."""
+        return self.private if self.private is not None and non_pool else self.shared
 
     def close(self) -> None:
         for each in self.connections:

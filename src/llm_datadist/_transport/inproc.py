@@ -5,16 +5,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
-from llm_datadist._transport.transport import Meeting, Transport
+from llm_datadist._transport.connection import (
+    AddressRange,
+    Capabilities,
+    Connection,
+    RemoteTensors,
+    Transfer,
+    Watch,
+    move_mapped,
+)
+from llm_datadist._transport.transport import DEVICE, Meeting, Transport
 from llm_datadist.errors import LinkError, PeerLost
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llm_datadist._memory.write_intents import IntentWriter
 
 _CAPABILITIES = Capabilities(
@@ -30,6 +42,9 @@ class InprocTransport(Transport):
 
     def judge(self, meeting: Meeting) -> Verdict:
         here = meeting.here is not None
+        mine = meeting.exports.device
+        if here and mine is not None and meeting.theirs.get(DEVICE, mine.uuid) != mine.uuid:
+            return Verdict(False, "the peer is in this process, and its caches lie in another GPU")
         return Verdict(here, f"the peer is in {'this' if here else 'another'} process")
 
     def connect(self, meeting: Meeting) -> Connection:
@@ -51,7 +66,7 @@ class InprocConnection(Connection):
             raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
         self._exports = exports
         self._ranges = {
-            region: AddressRange(segment.address, segment.nbytes, exports.writable, segment.view())
+            region: AddressRange(segment.address, segment.nbytes, exports.writable, segment.keep(), segment.place)
             for region, segment in exports.regions.items()
         }
         self._ranges[NON_POOL] = AddressRange(0, ADDRESS_SPACE, exports.writable)
@@ -60,6 +75,21 @@ class InprocConnection(Connection):
         self._page = exports.writers.open_here()
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()
+
+    def map(
+        self,
+        regions: NDArray[np.uint32],
+        offsets: NDArray[np.uint64],
+        extent: int,
+        *,
+        writable: bool,
+        located: bool = False,
+    ) -> RemoteTensors:
+        found = super().map(regions, offsets, extent, writable=writable, located=located)
+        device = self._exports.device
+        if found.private and device is not None and device.has(int(found.bases[0])):
+            return replace(found, place=device.place)
+        return found
 
     def watch(self) -> Watch:
         incarnation = self._exports.incarnation

@@ -539,7 +539,7 @@ class Lanes:
             handle, plan, reply = answer(self.owner, group.link, event.meta, write=write)
             tensors, guards, tag = reply.tensors, reply.guards, reply.tag
             if reply.cacheable:
-                group.replies.keep(handle, write, tensors.native, guards, tag, tensors.mapped, reply.lent)
+                group.replies.keep(handle, write, tensors.native, guards, tag, reply.lent)
             self.engine.reply(event.lane, event.id, plan, tensors, guards, tag, write=write)
         except LLMException as error:
             self.engine.refuse(event.lane, event.id, *status_of(error))

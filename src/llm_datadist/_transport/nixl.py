@@ -182,6 +182,8 @@ class NixlTransport(Transport):
         if forced and not meeting.authenticated and meeting.sock is not None:
             why_not = why_other_user(meeting.sock, meeting.exports.users) or why_not
             mine = "" if why_not else mine
+        if meeting.any_has_device:
+            return Verdict(False, "a side has memory of a GPU, which is not described to NIXL")
         if not mine:
             return Verdict(False, why_not if theirs else "neither side has NIXL", silent=not theirs)
         if not theirs:

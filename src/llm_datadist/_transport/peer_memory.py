@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._checks import HERE, is_loopback
+from llm_datadist._memory.cuda import CudaDevice
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter
-from llm_datadist._native import WRITER_PAGE_BYTES, readable
+from llm_datadist._native import WRITER_PAGE_BYTES, close_elsewhere, readable
 from llm_datadist._native.public_call import public_call
 from llm_datadist._transport.connection import AddressRange, Connection, Watch
+from llm_datadist._transport.peer_device import DeviceRegions
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
+    from llm_datadist._memory.exports import RegionDescriptor
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
 # Linux 6.5, asm-generic/socket.h: the peer's pidfd; pidfd_open may meet a recycled pid.
@@ -162,14 +165,22 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
             attach = partial(_attach, undo, packet)
             self.guards = attach("guards", hello.guards_nbytes, writable=False, sparse=True)
             writers = attach("writers", WRITER_PAGE_BYTES, writable=True)
-            self.regions = {  # by region id; writable if the peer allows that
-                each.region: attach(each.name, each.nbytes, writable=each.writable) for each in hello.regions
-            }
+            self.regions: dict[int, SharedSegment] = {}  # by region id; writable if the peer allows that
+            of_device: list[tuple[RegionDescriptor, int]] = []
+            undo.callback(lambda: close_elsewhere([fd for _, fd in of_device]))
+            for each in hello.regions:
+                if each.device:
+                    of_device.append((each, packet.take_anything()))
+                else:
+                    self.regions[each.region] = attach(each.name, each.nbytes, writable=each.writable)
             if read_cookie(self.guards) != hello.cookie:
                 raise LinkRefused(f"same-host peer (pid {process.pid}): the mapped guard table has another cookie")
+            with writers:  # the view keeps it mapped
+                self.intent_writer = IntentWriter(writers.view())
             undo.pop_all()
-        with writers:  # the view keeps it mapped
-            self.intent_writer = IntentWriter(writers.view())
+        self.on_device = _import(offer, of_device)
+        self.got_devices = offer.has_devices  # the peer was offered pools in a GPU
+        self._kept = offer.kept
         self.cookie = hello.cookie  # this and the next four as RendezvousHello says
         self.cookie_address = hello.cookie_address
         self.canaries = hello.canaries
@@ -187,6 +198,10 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     @property
     def closed(self) -> bool:
         return self.pidfd < 0
+
+    def remark(self) -> str:
+        """Return what of either side's memory in a GPU is not mapped, and why."""
+        return self._kept + ("" if self.on_device is None else self.on_device.remark())
 
     def alive(self) -> bool:
         """Return False once the peer's process has ended, reaped or not, or this is closed."""
@@ -220,6 +235,8 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         self.guards.close()
         for segment in self.regions.values():
             segment.close()
+        if self.on_device is not None:
+            self.on_device.close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -234,6 +251,16 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.regions)} regions mapped, {len(self._others) + 1} holders"
         return f"<PeerMemory of pid {self.pid}: {state}>"
+
+
+def _import(offer: MemoryOffer, wanted: list[tuple[RegionDescriptor, int]]) -> DeviceRegions | None:
+    """Begin to map the peer's memory of a GPU; None if there is none, or this side has no GPU."""
+    if not wanted:
+        return None
+    if isinstance(offer.device, CudaDevice):
+        return DeviceRegions(offer.device, wanted)
+    close_elsewhere([fd for _, fd in wanted])
+    return None
 
 
 def _attach(

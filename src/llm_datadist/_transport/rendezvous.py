@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Self
 import msgspec
 
 from llm_datadist._checks import clean
+from llm_datadist._memory.cuda import DeviceSegment
 from llm_datadist._memory.exports import ADDRESS_SPACE, Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import close_elsewhere, closing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from llm_datadist._memory.write_intents import IntentPage
 
 VERSION: Final = 6
+WITH_DEVICES: Final = 7  # a packet that offers memory of a GPU; only a peer that has announced one gets it
 _MAX_REGIONS: Final = 32
 _MAX_DESCRIPTORS: Final = _MAX_REGIONS + 2
 # SCM_MAX_FD, the most of one packet. Without room for all, the kernel closes some, in the receiving thread.
@@ -92,7 +94,7 @@ _version_of: Final = msgspec.msgpack.Decoder(_Versioned).decode
 def decode(data: bytes) -> RendezvousHello | Refusal:
     """Return the value in a packet. Raises ProtocolError if it is malformed."""
     try:
-        if (version := _version_of(data).version) not in (None, VERSION):
+        if (version := _version_of(data).version) not in (None, VERSION, WITH_DEVICES):
             raise ProtocolError(f"same-host packets of version {version} are not understood here, only {VERSION}")
         value: RendezvousHello | Refusal = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -137,6 +139,10 @@ class Packet(AbstractContextManager["Packet"]):
             raise LinkRefused("it is no memfd") from error
         return self.fds.pop(0)
 
+    def take_anything(self) -> int:
+        """Return the next descriptor, of whatever it is; only a thread of its own may use or close it."""
+        return self.fds.pop(0)
+
     def close(self) -> None:
         fds, self.fds = self.fds, []
         if fds:
@@ -152,7 +158,7 @@ def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list
 
 
 class MemoryOffer(AbstractContextManager["MemoryOffer"]):
-    """Offer to one peer: a hello and its descriptors, all of memfds.
+    """Offer to one peer: a hello and its descriptors, all of memfds or of memory of a GPU.
 
     Owns: the page for the peer's write intents until it is taken, and descriptors that can only read.
     Threads: one.
@@ -160,9 +166,11 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
     """
 
     def __init__(self, exports: Exports, token: bytes) -> None:
-        shared = {region: segment for region, segment in exports.regions.items() if isinstance(segment, SharedSegment)}
+        kinds = SharedSegment, DeviceSegment
+        shared = {region: segment for region, segment in exports.regions.items() if isinstance(segment, kinds)}
         regions = [described for described in exports.descriptors() if described.region in shared]
         guards = exports.guards
+        self.device = exports.device
         try:
             page = exports.writers.open()
         except LLMException as error:
@@ -170,24 +178,37 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         self._page: IntentPage | None = page
         memory = page.segment
         assert memory is not None
-        segments = shared.values()  # in the order of the regions
-        # The receiver may ignore RegionDescriptor.writable, but not the mode of a descriptor.
-        sealed = exports.writable or all(segment.sealed for segment in segments)
         self._opened: list[int] = []
-        try:
-            self._opened.extend(segment.open_for_reading() for segment in ([] if sealed else segments))
-        except OSError as error:
-            self.__exit__()
-            raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
-        pools = self._opened or [segment.fd for segment in segments]
-        table = guards.segment
-        self.hello = RendezvousHello(VERSION, token, exports.incarnation, guards.cookie, table.nbytes, regions)
+        self.kept = ""  # pools in a GPU that are not offered, and why
+        pools = []
+        for described in list(regions):
+            segment = shared[described.region]
+            try:
+                pools.append(self._descriptor(segment, exports.writable))
+            except LLMException as error:  # the GPU has failed, or hands out no descriptors: peers use data lanes
+                regions.remove(described)
+                self.kept = f"; pool {segment.name} is offered to no peer: {error}: by data lanes"
+            except OSError as error:
+                self.__exit__()
+                raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
+        self.has_devices = any(each.device for each in regions)
+        table, version = guards.segment, WITH_DEVICES if self.has_devices else VERSION
+        self.hello = RendezvousHello(version, token, exports.incarnation, guards.cookie, table.nbytes, regions)
         if exports.private:
             first, second = guards.canaries
             self.hello = msgspec.structs.replace(
                 self.hello, cookie_address=table.address, canaries=(first.address, second.address)
             )
         self.fds = [table.fd, memory.fd, *pools]
+
+    def _descriptor(self, segment: SharedSegment | DeviceSegment, writable: bool) -> int:
+        """Return a descriptor that can only read unless the peer may write; no descriptor of a GPU is such."""
+        if isinstance(segment, SharedSegment) and (writable or segment.sealed):
+            return segment.fd
+        self._opened.append(
+            segment.open_for_reading() if isinstance(segment, SharedSegment) else segment.open_descriptor()
+        )
+        return self._opened[-1]
 
     def send(self, sock: socket.socket, *, shut_out: bool = False) -> None:
         send_packet(sock, msgspec.structs.replace(self.hello, shut_out=shut_out), self.fds)

@@ -251,6 +251,8 @@ def exchange_memory(name: str, token: bytes, exports: Exports, deadline: Deadlin
             with _ask(sock, name, offer, deadline) as packet:
                 peer = PeerMemory(_check_answer(packet, name, token), packet, process, offer)
             peer.close_page_fd()
+            if peer.on_device is not None:
+                peer.on_device.wait(deadline)
             return peer
     finally:
         close_elsewhere([sock.detach()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, move_mapped
+from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Usage, move_mapped
 from llm_datadist._transport.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.samehost import SameHostListener, exchange_memory
 from llm_datadist._transport.transport import Context, Meeting, Transport
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from llm_datadist._deadline import Deadline
+    from llm_datadist._memory.exports import Exports
 
 COOKIE_BYTES: Final = 16
 _MAX_NAME: Final = 256  # of the peer's listener: a unix socket has fewer bytes
@@ -37,7 +38,8 @@ class ShmTransport(Transport):
         cookie = meeting.exports.guards.cookie
         if meeting.dialled:
             return cookie
-        self.rendezvous.expect(meeting.token, lambda outcome: meeting.bring(_proven(meeting, outcome)), meeting.offered)
+        offered = _offered(meeting)
+        self.rendezvous.expect(meeting.token, lambda outcome: meeting.bring(_proven(meeting, outcome)), offered)
         if isinstance(meeting.offered, LinkError):
             meeting.bring(meeting.offered)  # without waiting for the peer
         return cookie + self.rendezvous.name.encode()
@@ -46,12 +48,12 @@ class ShmTransport(Transport):
         """Try the rendezvous, unless the peer lives in this process or a forced transport needs none."""
         if meeting.forced not in (None, self.name, "cma") or (meeting.forced is None and meeting.here is not None):
             return
-        if isinstance(meeting.offered, LinkError):
-            meeting.bring(meeting.offered)
+        if isinstance(offered := _offered(meeting), LinkError):
+            meeting.bring(offered)
             return
         name = meeting.theirs.get(self.name, b"")[COOKIE_BYTES:][:_MAX_NAME].decode(errors="replace")
         try:
-            meeting.bring(_proven(meeting, exchange_memory(name, meeting.token, meeting.offered, deadline)))
+            meeting.bring(_proven(meeting, exchange_memory(name, meeting.token, offered, deadline)))
         except LinkError as error:
             meeting.bring(error)
         except DeadlineExceeded:  # an OSError too, but not of the socket
@@ -82,6 +84,12 @@ class ShmTransport(Transport):
     abandon = close
 
 
+def _offered(meeting: Meeting) -> Exports | LinkRefused:
+    """Return what the peer may map: memory of a GPU only if both sides have announced one."""
+    offered = meeting.offered
+    return offered if isinstance(offered, LinkRefused) or meeting.both_have_devices else offered.on_host()
+
+
 def _proven(meeting: Meeting, memory: PeerMemory | LinkError) -> PeerMemory | LinkError:
     """Return the memory if it is this peer's; else close it and return the reason."""
     if isinstance(memory, LinkError):
@@ -105,6 +113,20 @@ class ShmConnection(SameHostConnection):
             for region, segment in peer.regions.items()
         }
         super().__init__(peer)
+
+    def _range(self, region: int) -> AddressRange | None:
+        found, on_device = super()._range(region), self._peer.on_device
+        if found is None and on_device is not None and (segment := on_device.get(region)) is not None:
+            found = AddressRange(segment.address, segment.nbytes, segment.writable, place=segment.place)
+            self._ranges[region] = found
+        return found
+
+    def leaves_out(self, region: int) -> bool:
+        on_device = self._peer.on_device
+        return on_device is not None and on_device.leaves_out(region)
+
+    def usage(self) -> Usage:
+        return super().usage()._replace(remark=self._peer.remark())
 
     def _move(self, transfer: Transfer) -> None:
         move_mapped(transfer)

@@ -12,7 +12,16 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from llm_datadist._native import MAX_REQUEST_RUNS, Ending, LaneLoad, Outcome, check_plan, encode_request, usable_cpus
+from llm_datadist._native import (
+    MAX_REQUEST_RUNS,
+    Device,
+    Ending,
+    LaneLoad,
+    Outcome,
+    check_plan,
+    encode_request,
+    usable_cpus,
+)
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._native.public_call import elsewhere
@@ -31,7 +40,15 @@ from llm_datadist._transport.lanes import (
 )
 from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.transport import Context, Meeting, Transport
-from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, PeerLost, TransferAborted, TransferFailed
+from llm_datadist.errors import (
+    AuthFailed,
+    DeviceError,
+    LinkError,
+    LinkRefused,
+    PeerLost,
+    TransferAborted,
+    TransferFailed,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -157,6 +174,8 @@ class TcpConnection(ServedConnection):
 
     def _move(self, transfer: Transfer) -> None:
         group, plan, local, remote = self.group, transfer.plan, transfer.local, transfer.remote
+        if local.place.device >= 0:
+            Device.open(local.place.device)  # raises if it has failed
         check_plan(plan, *((remote, local) if transfer.write else (local, remote)))
         if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
@@ -196,7 +215,6 @@ def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
             remote.extent,
             plan,
             local.native,
-            local.mapped,
             deadline.expires_ns,
             deadline.cancelled,
         )
@@ -258,6 +276,9 @@ class _LaneTransfer:
     def _judge(self, outcome: Outcome) -> None:
         if outcome.ending is Ending.GOOD:
             return
+        if outcome.ending is Ending.DEVICE:
+            text = f"{self._transfer.progress(self._done)}: {outcome.text}; the bytes are not to be used"
+            raise DeviceError(text, code=-1 if outcome.code else 0, phase="copy")
         if outcome.ending is Ending.TIMEOUT:
             self._give_up()
             raise self._transfer.timeout(self._done)

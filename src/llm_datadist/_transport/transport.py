@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Candidate, Choice, Verdict, agree, choose, yield_to
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._transport.moves import MoveOwner
     from llm_datadist.config import Options
+
+
+#: Name among the offers by which a side announces its GPU, by UUID.
+DEVICE: Final = "device"
 
 
 class Wire(Protocol):
@@ -157,11 +161,21 @@ class Meeting:
         if self.dialled:
             self.here = instances.answer(self.token)
 
+    @property
+    def both_have_devices(self) -> bool:
+        return self.exports.device is not None and bool(self.theirs.get(DEVICE))
+
+    @property
+    def any_has_device(self) -> bool:
+        """True if a side's caches may lie in a GPU."""
+        return self.exports.device is not None or bool(self.theirs.get(DEVICE))
+
     def offers(self) -> dict[str, bytes]:
         for name, each in self.transports.items():
             self.mine[name] = b""  # what fails in the middle is given back too
             self.mine[name] = each.offer(self)
-        return {name: data for name, data in self.mine.items() if data}
+        announced = {} if self.exports.device is None else {DEVICE: self.exports.device.uuid}
+        return {name: data for name, data in self.mine.items() if data} | announced
 
     def bring(self, memory: PeerMemory | LinkError) -> None:
         """Take the outcome of a rendezvous; close memory that comes too late."""
@@ -208,7 +222,9 @@ class Meeting:
         except BaseException:
             shared.close()
             raise
-        return DataPath(shared, private)
+        memory = self.memory
+        devices = memory.got_devices if isinstance(memory, PeerMemory) else self.here is not None
+        return DataPath(shared, private, devices=devices)
 
     def behind(self, host: str) -> str:
         """Return the process, user or address behind the link, as the kernel says; ``host`` is across the socket."""

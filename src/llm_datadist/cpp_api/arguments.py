@@ -34,6 +34,8 @@ from llm_datadist.types.cluster import check_endpoint
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from llm_datadist._memory.device import Device
+
 
 def role(name: str, value: structs.LlmRole) -> types.LLMRole:
     """Return the engine's role."""
@@ -90,7 +92,7 @@ def _geometry(name: str, cache_desc: object) -> Geometry:
     return Geometry.of(described, CacheKind.MIX)
 
 
-def operand(name: str, cache: structs.Cache) -> int | Operand:
+def operand(name: str, cache: structs.Cache, device: Device) -> int | Operand:
     """Return one side of CopyKvBlocks: a local cache's id, or host memory (interface R13)."""
     number = cache_id(name, cache)
     if number >= 1:
@@ -108,7 +110,7 @@ def operand(name: str, cache: structs.Cache) -> int | Operand:
     check_rule(found == needed, text)
     end = max(addresses) + shape.tensor_bytes
     check_rule(end < 2**64, f"{name}.tensor_addrs: {max(addresses)} + {shape.tensor_bytes} is beyond the address space")
-    return Operand.of(name, shape, addresses)
+    return Operand.of(name, shape, addresses, device)
 
 
 def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, row: bool) -> RemoteName:

@@ -437,7 +437,7 @@ class LlmDataDist:
         Returns:
             ``LLM_PARAM_INVALID``: host to host, an empty list, unequal lengths, block sizes or ``num_tensors``, an
                 index outside its cache, overlapping tensors; nothing was copied. ``LLM_KV_CACHE_NOT_EXIST``: no such
-                cache. ``LLM_OUT_OF_MEMORY``: no staging memory on the device (interface R10). ``LLM_TIMEOUT``: a copy
+                cache. ``LLM_OUT_OF_MEMORY``: the device has none left (interface R10). ``LLM_TIMEOUT``: a copy
                 on the device exceeded ``OPTION_SYNC_CACHE_WAIT_TIME``; the addressed blocks are undefined. Other copies
                 have no limit (interface R6).
 
@@ -445,7 +445,9 @@ class LlmDataDist:
         """
         with _StatusCall(self._state, "CopyKvBlocks") as call:
             engine = call.engine
-            src, dst = arguments.operand("src_cache", src_cache), arguments.operand("dst_cache", dst_cache)
+            device = engine.store.device
+            src = arguments.operand("src_cache", src_cache, device)
+            dst = arguments.operand("dst_cache", dst_cache, device)
             blocks = arguments.block_lists(src_blocks, dst_blocks_list)
             detail = "%s -> %s, %d blocks to %d lists"
             ids = (src_cache.cache_id, dst_cache.cache_id, blocks[0].size, len(blocks[1]))
@@ -534,8 +536,8 @@ def _struct_of(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         desc = replace(cache_desc, shape=list(cache_desc.shape))
         cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
         # In C++ the addresses dangle after Finalize; Python must not crash.
-        views = tuple(segment.view() for segment in entry.storage.segments)
-        cache._memory = Mapped(views)  # noqa: SLF001 (a field of the struct that is not in the header)
+        kept = tuple(segment.keep() for segment in entry.storage.segments)
+        cache._memory = Mapped(kept)  # noqa: SLF001 (a field of the struct that is not in the header)
     except BaseException:
         engine.store.discard(entry.cache_id)
         raise

@@ -1,8 +1,7 @@
-"""Test tools for clients, and for the transports and devices of this library; an extension.
+"""Test tools for clients, and for the transports of this library; an extension.
 
 - :class:`TransportConformance`: the suite that every transport passes; :class:`Peer`, :class:`LocalPeer` and
   :class:`PeerProcess` are its peers.
-- :class:`StagedDevice`: host memory that declares staging.
 - :func:`loopback_links` lets a client's unit test link to itself.
 
 The suite and its peers load on first use: ``import llm_datadist.testing`` does not need pytest.
@@ -14,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist.testing.loopback import Loopback, loopback_links
-from llm_datadist.testing.staged_device import StagedDevice
 
 if TYPE_CHECKING:
     from llm_datadist.testing.conformance import TransportConformance
@@ -25,7 +23,6 @@ __all__ = [
     "Loopback",
     "Peer",
     "PeerProcess",
-    "StagedDevice",
     "TransportConformance",
     "loopback_links",
 ]
