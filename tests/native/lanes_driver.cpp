@@ -43,10 +43,10 @@ struct Memory {
     std::vector<char> bytes = std::vector<char>(block * blocks);
     std::uint64_t base = reinterpret_cast<std::uint64_t>(bytes.data());
 
-    Spans spans(const std::vector<Run>& runs, std::uint64_t Run::* offset) const {
+    Spans spans(const std::vector<Run>& runs, std::uint64_t Run::* offset, bool mapped = true) const {
         std::uint64_t total = 0;
         for (const Run& run : runs) total += run.bytes;
-        const CopySide side{&base, 1, static_cast<std::int64_t>(bytes.size()), 0, "side"};
+        const CopySide side{&base, 1, static_cast<std::int64_t>(bytes.size()), 0, "side", {-1, mapped}};
         return Spans(side, 1, runs.data(), runs.size(), offset, static_cast<std::int64_t>(total));
     }
 };
@@ -104,10 +104,10 @@ private:
         const bool write = event.what == Event::What::write;
         if (refuse_every != 0 && ++asked_ % refuse_every == 0)
             return engine_.refuse_request(event.lane, event.id, 77, "not now");
+        const bool mapped = event.id % 2 != 0;  // small blocks by a copy, or by the kernel
         Reply reply{event.id,
-                    std::make_shared<Payload>(
-                        write ? sink.spans(decode(event.text), &Run::dst) : memory.spans(decode(event.text), &Run::src),
-                        event.id % 2 != 0),  // small blocks by a copy, or by the kernel
+                    std::make_shared<Payload>(write ? sink.spans(decode(event.text), &Run::dst, mapped)
+                                                    : memory.spans(decode(event.text), &Run::src, mapped)),
                     {},
                     static_cast<std::int64_t>(event.lane % 2)};
         reply.guards.add(reinterpret_cast<std::uint64_t>(&generation), __atomic_load_n(&generation, __ATOMIC_ACQUIRE));
@@ -152,7 +152,7 @@ void parallel_reads() {
                 fill(local.bytes, own);
                 const auto before = local.bytes;
                 const auto id = near.start(lanes[own() % lanes.size()], Kind::read, encode(runs),
-                                           local.spans(runs, &Run::dst), i % 2 != 0);
+                                           local.spans(runs, &Run::dst, i % 2 != 0));
                 const Outcome outcome = finish(near, id, 20 * second_ns);
                 CHECK(outcome.ending == Ending::good);
                 check_moved(local, target.memory, runs, before);
@@ -173,7 +173,7 @@ void writes_both_ways() {
             const auto runs = random_runs(random, random() % blocks);
             fill(local.bytes, random);
             const auto before = target.sink.bytes;
-            const auto id = engine.start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src), false);
+            const auto id = engine.start(lane, Kind::write, encode(runs), local.spans(runs, &Run::src, false));
             CHECK(finish(engine, id, 20 * second_ns).ending == Ending::good);
             check_moved(target.sink, local, runs, before);
         }
@@ -197,7 +197,7 @@ void give_ups() {
         const auto runs = random_runs(random, random() % blocks);
         const bool write = random() % 2 != 0;
         const auto id = near.start(lane, write ? Kind::write : Kind::read, encode(runs),
-                                   local.spans(runs, write ? &Run::src : &Run::dst), true);
+                                   local.spans(runs, write ? &Run::src : &Run::dst));
         const Outcome outcome = finish(near, id, static_cast<std::int64_t>(random() % 2'000'000));
         ++ended[static_cast<int>(outcome.ending)];
         std::memset(local.bytes.data(), 0, local.bytes.size());
@@ -226,7 +226,7 @@ void quiesces() {
                 const auto runs = random_runs(own, own() % blocks);
                 const bool write = n % 2 != 0;
                 const auto id = near.start(lanes[n], write ? Kind::write : Kind::read, encode(runs),
-                                           local.spans(runs, write ? &Run::src : &Run::dst), true);
+                                           local.spans(runs, write ? &Run::src : &Run::dst));
                 const Outcome outcome = finish(near, id, 20 * second_ns);
                 CHECK(outcome.ending != Ending::timeout && outcome.ending != Ending::lost);
                 ++(outcome.ending == Ending::good ? goods : others);
@@ -256,13 +256,13 @@ void drops() {
         const auto runs = random_runs(random, blocks);
         for (int i = 0; i < 100; ++i) {
             const auto [lane, other] = join(*near, *far);
-            const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst), true);
+            const auto id = near->start(lane, Kind::read, encode(runs), local.spans(runs, &Run::dst));
             i % 2 != 0 ? near->drop_lane(lane) : far->drop_lane(other);
             const Outcome outcome = finish(*near, id, 20 * second_ns);
             CHECK(outcome.ending == Ending::lost || outcome.ending == Ending::good);
         }
         for (int i = 0; i < 50; ++i) {
-            near->start(join(*near, *far).first, Kind::write, encode(runs), local.spans(runs, &Run::src), true);
+            near->start(join(*near, *far).first, Kind::write, encode(runs), local.spans(runs, &Run::src));
         }
         near->close();
     }
