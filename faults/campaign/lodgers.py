@@ -12,11 +12,10 @@ from typing import Any, Final
 import numpy as np
 
 from faults.campaign.journal import Scene
-from faults.campaign.memory import Shape, Stamp, difference, fill, whole
+from faults.campaign.memory import Shape, Stamp, difference, fill, whole, words_of
 from faults.harness import holds_within
 from llm_datadist import BlocksCacheKey, LLMDataDist, LLMRole, RegisterMemStatus
 from llm_datadist.errors import LLMException
-from llm_datadist.views import tensor_views
 from tests.support.linking import info
 from tests.support.probe import cache_of
 from tests.support.ranks import table
@@ -75,7 +74,7 @@ class Lodgers:
         ]
         source, target = (cache_of(each) if how == "v1" else each for each in made)
         stamp = Stamp(scene.worker, scene.life, 59, turn)
-        fill(tensor_views(source), stamp)
+        fill(words_of(source), stamp)
         numbers = []
         if how == "ranks":
             join = f"campaign {os.getpid()} {turn}", {1: 0, 2: 1}, table("127.0.0.1", "127.0.0.1")
@@ -86,7 +85,7 @@ class Lodgers:
             self._call("link_clusters", decoder.link_clusters, [info(1, prompt.listen_port)], _BUDGET_MS)
         blocks = list(range(_SHAPE.rows))
         self._call(f"pull_blocks, {how}", managers[1].pull_blocks, _KEY, made[1], blocks, blocks)
-        found, wanted = np.stack(tensor_views(target)), whole(stamp, _SHAPE)
+        found, wanted = np.stack(words_of(target)), whole(stamp, _SHAPE)
         if np.array_equal(found, wanted):
             scene.journal.verified(found.nbytes)
         else:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, Placement
 from llm_datadist.cache_manager import CacheManager
-from llm_datadist.views import tensor_views
+from tests.support import fakecuda
+from tests.support.world import byte_views
 
 if TYPE_CHECKING:
     from faults.campaign.journal import Journal, Scene
@@ -126,16 +127,15 @@ class Memory:
         self.shape, self._journal, self._cm = shape, journal, cm
         self._under: Cache | None = None
         if private:
-            self.arrays: list[NDArray[np.uint64]] = [
-                np.zeros((shape.rows, shape.words), np.uint64) for _ in range(shape.tensors)
-            ]
-            self.addrs = [array.ctypes.data for array in self.arrays]
+            self._own = [user_memory(8 * shape.rows * shape.words) for _ in range(shape.tensors)]
+            self.arrays = [array.view(np.uint64).reshape(shape.rows, shape.words) for _, _, array in self._own]
+            self.addrs = [address for address, _, _ in self._own]
             return
         under = journal.call("allocate", budget, cm.allocate_blocks_cache, shape.desc())
         if isinstance(under, Exception):
             raise under
         self._under = under
-        self.arrays = tensor_views(under)
+        self.arrays = words_of(under)
         self.addrs = list(under.tensor_addrs)
 
     def fill(self, stamp: Stamp) -> None:
@@ -151,6 +151,21 @@ class Memory:
     def close(self) -> None:
         if self._under is not None:
             self._journal.call("deallocate", 0.0, self._cm.deallocate_blocks_cache, self._under)
+
+
+def words_of(cache: Cache) -> list[NDArray[np.uint64]]:
+    """Return the words of each tensor, wherever they lie."""
+    rows = cache.cache_desc.shape[0]
+    return [each.view(np.uint64).reshape(rows, -1) for each in byte_views(cache)]
+
+
+def user_memory(nbytes: int) -> tuple[int, object, NDArray[np.uint8]]:
+    """Return memory of the process's own: address, what keeps it, and its bytes."""
+    if (fake := fakecuda.loaded()) is not None:
+        memory = fakecuda.UserMemory(nbytes)
+        return memory.address, memory, fake.view(memory.address, nbytes)
+    array = np.zeros(nbytes, np.uint8)
+    return array.ctypes.data, None, array
 
 
 def fill(views: Sequence[NDArray[np.uint64]], stamp: Stamp) -> None:
@@ -200,7 +215,7 @@ class Destination:
         if isinstance(made, Exception):
             raise made
         self.cache: Cache = made
-        self.views: list[NDArray[np.uint64]] = tensor_views(made)
+        self.views: list[NDArray[np.uint64]] = words_of(made)
         self.fill(stamp)
 
     def fill(self, stamp: Stamp) -> None:

@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from faults.campaign.journal import Scene
-from faults.campaign.memory import GENERATIONS, Found, Kind, Memory, Shape, Stamp, fill, same
+from faults.campaign.memory import GENERATIONS, Found, Kind, Memory, Shape, Stamp, fill, same, words_of
 from faults.campaign.schedule import MOVERS
 from llm_datadist import BlocksCacheKey, Cache, CacheKey
 from llm_datadist._checks import INVALID_ID
 from llm_datadist.errors import LLMException
 from llm_datadist.types.grant import Grant
-from llm_datadist.views import tensor_views
 
 _BACK_TO_BACK_SECONDS = 0.6
 _HELD_SECONDS = 0.3
@@ -135,7 +134,7 @@ class Slot:
 
     def filled(self, cache: Any) -> Any:
         if not isinstance(cache, Exception):
-            self.views = tensor_views(cache)
+            self.views = words_of(cache)
             fill(self.views, self.found.stamp)
         return cache
 

@@ -31,7 +31,7 @@ from faults.relay import Relay
 from llm_datadist._links.credentials import new_secret
 from llm_datadist.bench.progress import BenchProgress
 from tests.support.ends import ChildEnd
-from tests.support.world import SECRETS_VARIABLE
+from tests.support.world import GPU_VARIABLE, SECRETS_VARIABLE
 
 _ANSWER_SECONDS: Final = 90.0
 _LEAVE_SECONDS: Final = 30.0
@@ -429,8 +429,11 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
         if options.secure:
             os.environ[SECRETS_VARIABLE] = str(new_secret(Path(folder) / "secrets", "campaign"))
+        if options.gpu:
+            os.environ[GPU_VARIABLE] = "1"
         with BenchProgress(sys.stdout, "seconds") as progress:
-            supervisor = Supervisor(seed, tuple(options.transport), Path(folder), progress)
+            reached = [each for each in options.transport if not (options.gpu and each == "cma")]
+            supervisor = Supervisor(seed, tuple(reached), Path(folder), progress)
             supervisor.run(options.seconds, options.epoch)
     report = supervisor.report
     if options.json:
@@ -444,5 +447,6 @@ OPTIONS: Final = {
     "seed": (None, "what it is made from; any, if left out"),
     "transport": (TRANSPORTS, "taken in turn"),
     "secure": (False, "with links that are authenticated and sealed"),
+    "gpu": (False, "with caches in a GPU, of the fake driver"),
     "json": ("", "a file for the numbers"),
 }

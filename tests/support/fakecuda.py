@@ -151,8 +151,11 @@ class Fake:
         """Begin a new list of violations."""
         self._library.fakecuda_forget_violations()
 
-    def view(self, address: int, nbytes: int) -> NDArray[np.uint8]:
+    def view(self, address: int, nbytes: int, kept: object = None) -> NDArray[np.uint8]:
         """Return bytes of device memory for the host to read and write; valid as long as they are mapped.
+
+        Args:
+            kept: What keeps them mapped, and lives as long as the array.
 
         Raises:
             ValueError: The bytes are not all in one mapping.
@@ -160,7 +163,9 @@ class Fake:
         first, last = (self._alias(at) for at in (address, address + nbytes - 1))
         if first is None or last is None or last - first != nbytes - 1:
             raise ValueError(f"no device memory: {nbytes} bytes at {address:#x}")
-        found: Any = (ctypes.c_uint8 * nbytes).from_address(first)
+        kind: Any = type("Bytes", (ctypes.c_uint8 * nbytes,), {})  # a class of its own has room for an attribute
+        found = kind.from_address(first)
+        found.kept = kept
         return np.frombuffer(found, np.uint8)
 
     def has(self, address: int) -> bool:
@@ -198,10 +203,12 @@ class UserMemory:
     """Device memory that a user allocated; its end frees it."""
 
     def __init__(self, nbytes: int) -> None:
+        self._pid = os.getpid()
         self.address = load().allocate(nbytes)
 
     def __del__(self) -> None:
-        load().free(self.address)
+        if os.getpid() == self._pid:  # in a forked child the driver refuses all
+            load().free(self.address)
 
 
 class Hang:

@@ -33,6 +33,12 @@ from llm_datadist.kv_cache_manager import KvCacheManager
 T = TypeVar("T")
 
 
+def kept_by(cache: Cache) -> list[object]:
+    """Return what keeps a cache's memory mapped."""
+    memory = cache._memory
+    return [each.keep() for each in memory.segments] if isinstance(memory, store.Storage) else []
+
+
 class Probe:
     """The inside of one initialised instance of this process. Threads: any; what it returns is true of that moment.
 

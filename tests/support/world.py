@@ -20,9 +20,10 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.testing import scene
 from llm_datadist.views import tensor_views
 from tests.support import fakecuda
-from tests.support.probe import Probe, count_ids_again, instances
+from tests.support.probe import Probe, count_ids_again, instances, kept_by
 
 SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
+GPU_VARIABLE: Final = "LLM_DATADIST_TEST_GPU"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
 GPU_OPTION: Final = "llm.DeviceMemory"
 #: Threads that the library, and the fake of a GPU's driver, keep.
@@ -39,12 +40,12 @@ def nixl_stands_in(transport: str) -> bool:
 def make_config(**settings: Any) -> dict[str, str]:
     """Return options with a 32 MiB device pool and a 32 MiB host pool; ``extra`` adds raw option strings.
 
-    ``gpu``: caches with Placement.DEVICE lie in a GPU, of the fake driver.
+    ``gpu``: caches with Placement.DEVICE lie in a GPU, of the fake driver; so they do with :data:`GPU_VARIABLE`.
     Where the environment names a file of secrets (:data:`SECRETS_VARIABLE`), links are authenticated by it, again and
     again. Nixl stands in for what :data:`NIXL_VARIABLE` names there: `tcp`, `auto` or both.
     """
     extra: dict[str, str] = settings.pop("extra", {})
-    if settings.pop("gpu", False):
+    if settings.pop("gpu", GPU_VARIABLE in os.environ):
         extra = {GPU_OPTION: "cuda"} | extra
     values: dict[str, Any] = {
         "device_id": 0,
@@ -157,10 +158,10 @@ def read(cache: Cache) -> list[NDArray[np.uint8]]:
 
 
 def byte_views(cache: Cache) -> list[NDArray[np.uint8]]:
-    """Return the bytes of each tensor, wherever they lie; those in a GPU only as long as it has the cache."""
+    """Return the bytes of each tensor, wherever they lie; arrays keep it mapped, as those of the host do."""
     fake, addresses = fakecuda.loaded(), cache.tensor_addrs
     if fake is not None and addresses and fake.has(addresses[0]):
-        return [fake.view(address, cache.cache_desc.size) for address in addresses]
+        return [fake.view(address, cache.cache_desc.size, kept_by(cache)) for address in addresses]
     return [view.reshape(-1).view(np.uint8) for view in tensor_views(cache)]
 
 
