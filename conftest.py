@@ -17,7 +17,7 @@ from tests.support import fakecuda
 from tests.support.ends import NURSERY, ChildEnd, LocalEnd, Processes
 from tests.support.pairs import TRANSPORTS, pairs
 from tests.support.source import ROOT
-from tests.support.world import baseline, settled_of
+from tests.support.world import NIXL_VARIABLE, baseline, settled_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +42,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("gpu", values, indirect=True, ids=["gpu" if each else "host" for each in values])
 
 
-def _parameters(item: pytest.Item) -> Iterator[tuple[str, object]]:
-    found = getattr(item, "callspec", None)
-    return ((name, value) for name, value in (found.params if found else {}).items() if name in ("gpu", "pair"))
+def _reached(item: pytest.Item) -> bool:
+    """Return False for memory of a GPU over what does not reach it: cma, and nixl where that stands in."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    scene = params.get("scene")  # (transport, remote access, memory of a GPU)
+    on_gpu = params.get("gpu") is True or (isinstance(scene, tuple) and len(scene) == 3 and scene[2] is True)
+    return not on_gpu or not (params.get("pair") == "cma" or NIXL_VARIABLE in os.environ)
 
 
 #: Folders whose tests take long, or wait, one after the other: they come first, so that no worker is left with them.
@@ -52,8 +55,8 @@ FIRST = ("hosts", "faults", "integration", "native", "bench", "clients")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the folders named above first, and nothing over cma with memory of a GPU, which the kernel does not copy."""
-    items[:] = [each for each in items if not {("gpu", True), ("pair", "cma")} <= set(_parameters(each))]
+    """Run the folders named above first, and no memory of a GPU over transports that do not reach it."""
+    items[:] = [each for each in items if _reached(each)]
 
     def rank(item: pytest.Item) -> int:
         folder = next((each for each in item.path.relative_to(ROOT).parts if each in FIRST), None)
