@@ -166,9 +166,5 @@ class CudaDevice:
         """Return True if the address is memory of this GPU."""
         return self._native.device_of(address) == self.ordinal
 
-    def attribute(self, which: int) -> int:
-        """Return an attribute of the device by its number in the driver's header."""
-        return self._native.attribute(which)
-
     def __repr__(self) -> str:
         return f"CudaDevice({self.ordinal})"

@@ -215,6 +215,10 @@ class Connection(AbstractContextManager["Connection"]):
         """Return the range of a region; None if the peer exports no such region."""
         return self._ranges.get(region)
 
+    def _place(self, found: AddressRange, bases: NDArray[np.uint64]) -> Place:
+        """Return the place of tensors that lie in a range."""
+        return found.place
+
     def leaves_out(self, region: int) -> bool:
         """Return True for a region of the peer's that is not mapped, or not yet. Never waits."""
         return False
@@ -270,12 +274,12 @@ class Connection(AbstractContextManager["Connection"]):
                 raise ProtocolError(f"map: non-pool memory and exported regions {named[1:]} in one cache")
             for region in named:
                 found = _checked_range(self, region, writable and not (located and region == NON_POOL))
-                place = found.place
                 if bases is offsets:  # usually all are in one region
                     bases = found.addresses(region, offsets, extent)
                 else:
                     chosen = regions == region
                     bases[chosen] = found.addresses(region, offsets[chosen], extent)
+                place = self._place(found, bases)
             return RemoteTensors(bases, extent, self, writable, named[:1] == [NON_POOL], place=place)
 
     def guards_unchanged(self, guards: GuardSet) -> bool:

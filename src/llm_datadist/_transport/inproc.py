@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
@@ -15,7 +14,6 @@ from llm_datadist._transport.connection import (
     AddressRange,
     Capabilities,
     Connection,
-    RemoteTensors,
     Transfer,
     Watch,
     move_mapped,
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._memory.write_intents import IntentWriter
+    from llm_datadist._native import Place
 
 _CAPABILITIES = Capabilities(
     "inproc", shared_regions=True, non_pool_memory=True, same_addresses=True, announces_reads=True
@@ -76,20 +75,12 @@ class InprocConnection(Connection):
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()
 
-    def map(
-        self,
-        regions: NDArray[np.uint32],
-        offsets: NDArray[np.uint64],
-        extent: int,
-        *,
-        writable: bool,
-        located: bool = False,
-    ) -> RemoteTensors:
-        found = super().map(regions, offsets, extent, writable=writable, located=located)
+    def _place(self, found: AddressRange, bases: NDArray[np.uint64]) -> Place:
+        """Ask the driver about non-pool memory, of which only the address is known."""
         device = self._exports.device
-        if found.private and device is not None and device.has(int(found.bases[0])):
-            return replace(found, place=device.place)
-        return found
+        if found is self._ranges[NON_POOL] and device is not None and device.has(int(bases[0])):
+            return device.place
+        return super()._place(found, bases)
 
     def watch(self) -> Watch:
         incarnation = self._exports.incarnation
