@@ -7,9 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from tests.support import fakecuda
 from tests.support.world import World
+
+_OUT_OF_MEMORY: Final = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 @contextmanager
@@ -49,6 +52,18 @@ def few_threads(free: int, named: str = "llm-datadist") -> Iterator[None]:
         yield
     finally:
         setattr(threading.Thread, "start", real)  # noqa: B010
+
+
+@contextmanager
+def few_device_allocations(free: int) -> Iterator[None]:
+    """Let so many more allocations of a fake GPU, and of memory pinned for it, succeed, of each kind."""
+    fake = fakecuda.load()
+    for name in ("cuMemCreate", "cuMemAlloc_v2", "cuMemAllocHost_v2"):
+        fake.fail(name, _OUT_OF_MEMORY, after=free, times=1 << 30)
+    try:
+        yield
+    finally:
+        fake.heal()
 
 
 def take(world: World, limit: Any, *free: Any) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType, Placement
 from llm_datadist.cache_manager import CacheManager
+from llm_datadist.errors import OutOfMemory
 from tests.support import fakecuda
 from tests.support.world import byte_views
 
@@ -162,7 +163,10 @@ def words_of(cache: Cache) -> list[NDArray[np.uint64]]:
 def user_memory(nbytes: int) -> tuple[int, object, NDArray[np.uint8]]:
     """Return memory of the process's own: address, what keeps it, and its bytes."""
     if (fake := fakecuda.loaded()) is not None:
-        memory = fakecuda.UserMemory(nbytes)
+        try:
+            memory = fakecuda.UserMemory(nbytes)
+        except MemoryError as error:
+            raise OutOfMemory(str(error), pool="none", requested=nbytes, free=0, largest_hole=0) from error
         return memory.address, memory, fake.view(memory.address, nbytes)
     array = np.zeros(nbytes, np.uint8)
     return array.ctypes.data, None, array

@@ -133,9 +133,13 @@ class Slot:
         return self.call("unregister", self.scene.cm.unregister_cache, cache.cache_id) is None
 
     def filled(self, cache: Any) -> Any:
-        if not isinstance(cache, Exception):
-            self.views = words_of(cache)
-            fill(self.views, self.found.stamp)
+        if isinstance(cache, Exception):
+            return cache
+        views = self.call("look at", words_of, cache)  # another thread may finalize
+        if isinstance(views, Exception):
+            return views
+        self.views = views
+        fill(self.views, self.found.stamp)
         return cache
 
     def spoil(self, memory: Memory, generation: int) -> None:

@@ -156,7 +156,7 @@ def schedule(epoch: Epoch, seconds: float) -> list[Event]:
 def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any]:
     match what:
         case "kill":
-            return {"back_after": rng.choice((0.0, 0.3, 1.5))}
+            return {"back_after": rng.choice((0.0, 0.3, 1.5)), "lost": rng.random() < 0.5}  # its GPU before
         case "stop":
             return {"seconds": round(rng.choice((0.05, 0.3, 1.0, 2.5, 5.0)) * rng.uniform(0.7, 1.0), 2)}
         case "relay" | "plan":
@@ -171,7 +171,7 @@ def _details(rng: Random, what: str, epoch: Epoch, worker: int) -> dict[str, Any
         case "fork":
             return {"how": rng.choice(CHILDREN)}
         case "limit":
-            what, most = rng.choice((("descriptors", 12), ("descriptors", 12), ("threads", 2)))
+            what, most = rng.choice((("descriptors", 12), ("descriptors", 12), ("threads", 2), ("allocations", 2)))
             return {"what": what, "free": rng.randrange(most), "seconds": rng.choice((0.1, 0.5, 1.0))}
         case "exit" | "roll":
             return {"finalize": rng.random() < 0.3}

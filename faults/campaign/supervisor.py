@@ -37,6 +37,7 @@ _ANSWER_SECONDS: Final = 90.0
 _LEAVE_SECONDS: Final = 30.0
 _STEP_SECONDS: Final = 0.02
 _ROAM_SECONDS: Final = 0.4
+_LOST_SECONDS: Final = 0.5  # a worker goes on without its GPU
 _PROGRESS_SECONDS: Final = 30.0
 _LINK_SECONDS: Final = 20.0
 #: Below those that the kernel gives to connections, so that a dead worker's stays free, and below those that members
@@ -261,6 +262,10 @@ class Supervisor:
     def _happen(self, epoch: Epoch, event: Event) -> None:
         hand, done = self._hands[event.worker], True
         match event.what:
+            case "kill" if event.details.get("lost") and GPU_VARIABLE in os.environ and hand.state == "up":
+                self._tell(hand, work.lose_device)
+                after = Event(event.at, "kill", event.worker, details={**event.details, "lost": False})
+                self._at(time.monotonic() + _LOST_SECONDS, lambda: self._happen(epoch, after))
             case "kill" if hand.state in {"up", "stopped"}:
                 hand.kill()
                 back = time.monotonic() + event.details["back_after"]

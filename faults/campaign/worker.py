@@ -31,11 +31,12 @@ from faults.campaign.producer import Producer, Slot, blocks_key
 from faults.campaign.schedule import MOVERS, Epoch
 from faults.gates import shut
 from faults.harness import holds_within
-from faults.limits import few_descriptors, few_threads
+from faults.limits import few_descriptors, few_device_allocations, few_threads
 from faults.stalls import stall
 from llm_datadist import LLMStatusCode
 from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LLMException, StateError
+from tests.support import fakecuda
 from tests.support.linking import info
 from tests.support.world import World, make_config, residue, settled
 
@@ -50,6 +51,7 @@ _ATTEMPTS: Final = 10
 _PATIENCE_SECONDS: Final = 1.0
 #: Longer than any call that a thread may be in.
 _JOIN_SECONDS: Final = 12.0
+_ILLEGAL_ADDRESS: Final = 700  # CUDA_ERROR_ILLEGAL_ADDRESS
 
 
 def leave() -> None:
@@ -196,8 +198,14 @@ def _hold(world: World, name: str, seconds: float, harm: Callable[[], AbstractCo
 
 
 def limit(world: World, what: str, free: int, seconds: float) -> None:
-    """Leave the process few descriptors or threads."""
-    _hold(world, "limit", seconds, partial(few_descriptors if what == "descriptors" else few_threads, free))
+    """Leave the process few descriptors, threads, or allocations of the GPU; the last are threads where it has none."""
+    limits = {"descriptors": few_descriptors, "allocations": few_device_allocations if world.gpu else few_threads}
+    _hold(world, "limit", seconds, partial(limits.get(what, few_threads), free))
+
+
+def lose_device(world: World) -> None:
+    """End all work of the GPU in this process, as an illegal address does; a process does not recover from that."""
+    fakecuda.load().fail("cuEventQuery", _ILLEGAL_ADDRESS)
 
 
 def stop_for(world: World, what: str, seconds: float) -> None:

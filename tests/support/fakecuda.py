@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -173,15 +173,21 @@ class Fake:
         return self._alias(address) is not None
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of device memory as ``cudaMalloc`` gives it to users; :meth:`free` it."""
+        """Return the address of device memory as ``cudaMalloc`` gives it to users; :meth:`free` it.
+
+        Raises:
+            MemoryError: The device has none, or has failed.
+        """
         at = ctypes.c_uint64()
         with self._context():
-            assert self._library.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(nbytes)) == 0
+            if code := self._library.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(nbytes)):
+                raise MemoryError(f"cuMemAlloc: {code}")
         return at.value
 
     def free(self, address: int) -> None:
-        with self._context():
-            assert self._library.cuMemFree_v2(ctypes.c_uint64(address)) == 0
+        """Free it; of a device that has failed, nothing."""
+        with suppress(MemoryError), self._context():
+            assert self._library.cuMemFree_v2(ctypes.c_uint64(address)) == 0 or self.state().sticky
 
     def _alias(self, address: int) -> int | None:
         found: int | None = self._library.fakecuda_alias(ctypes.c_uint64(address))
@@ -191,7 +197,8 @@ class Fake:
     def _context(self) -> Iterator[None]:
         """The device's context is that of this thread for a block, and only then: the library must see to its own."""
         context = ctypes.c_void_p()
-        assert self._library.cuInit(0) == self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        if code := self._library.cuInit(0) or self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0):
+            raise MemoryError(f"no context: {code}")
         self._library.cuCtxPushCurrent_v2(context)
         try:
             yield
@@ -203,11 +210,11 @@ class UserMemory:
     """Device memory that a user allocated; its end frees it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._pid = os.getpid()
+        self._pid, self.address = os.getpid(), 0
         self.address = load().allocate(nbytes)
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid:  # in a forked child the driver refuses all
+        if os.getpid() == self._pid and self.address:  # in a forked child the driver refuses all
             load().free(self.address)
 
 

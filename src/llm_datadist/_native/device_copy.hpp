@@ -164,9 +164,9 @@ public:
         if (!both && !host.pinned) return through_windows(to_device);
         const Device::Lease lease(device_);
         return settling(*lease, [&] {
-            if (copy_.ordered || (both && runs_overlap_themselves(copy_))) return in_order(*lease);
-            return takes_kernel(both) ? by_launches(*lease)
-                                      : by_copies(*lease, both ? device_chunk_bytes : host_chunk_bytes);
+            const bool in_turn = copy_.ordered || (both && runs_overlap_themselves(copy_));
+            return !in_turn && takes_kernel(both) ? by_launches(*lease)
+                                                  : by_copies(*lease, both ? device_chunk_bytes : host_chunk_bytes);
         });
     }
 
@@ -223,29 +223,8 @@ private:
         return pieces;
     }
 
-    std::uint64_t by_copies(Device::Channel& channel, std::uint64_t chunk_bytes) {
-        std::uint64_t started = 0, since = 0, copies = 0;
-        for (std::size_t pair = 0; pair < copy_.pairs; ++pair)
-            for (std::size_t i = 0; i < copy_.run_count; ++i) {
-                const Run& run = copy_.runs[i];
-                for (std::uint64_t at = 0, step; at < run.bytes; at += step) {
-                    if (since >= chunk_bytes || ++copies % most_copies == 0) {
-                        channel.settle(stop_);
-                        if (stop_.now()) return started;
-                        since = 0;
-                    }
-                    step = std::min(chunk_bytes - since, run.bytes - at);
-                    const Device::Scope scope(device_);
-                    channel.copy(base(copy_.dst, pair) + run.dst + at, base(copy_.src, pair) + run.src + at, step);
-                    started += step;
-                    since += step;
-                }
-            }
-        return settled(channel, started);
-    }
-
     // Runs one after the other; one that overlaps itself in pieces through a window, in the direction of memmove.
-    std::uint64_t in_order(Device::Channel& channel) {
+    std::uint64_t by_copies(Device::Channel& channel, std::uint64_t chunk_bytes) {
         const auto through = reinterpret_cast<std::uint64_t>(channel.windows[0].memory);
         std::uint64_t started = 0, since = 0, copies = 0;
         for (std::size_t pair = 0; pair < copy_.pairs; ++pair)
@@ -257,9 +236,9 @@ private:
                     continue;
                 }
                 const bool overlaps = ranges_meet(dst, run.bytes, src, run.bytes);
-                const std::uint64_t most = overlaps ? window_bytes : device_chunk_bytes;
+                const std::uint64_t most = overlaps ? window_bytes : chunk_bytes;
                 for (std::uint64_t moved = 0, step; moved < run.bytes; moved += step) {
-                    if (since >= device_chunk_bytes || ++copies % most_copies == 0) {
+                    if (since >= chunk_bytes || ++copies % most_copies == 0) {
                         channel.settle(stop_);
                         if (stop_.now()) return started;
                         since = 0;
