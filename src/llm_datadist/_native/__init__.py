@@ -11,6 +11,7 @@ import numpy as np
 
 from llm_datadist._native import _native
 from llm_datadist._native._native import (
+    AFTER,
     CHANGED_BEFORE,
     CHANGED_DURING,
     MAX_REQUEST_RUNS,
@@ -38,6 +39,7 @@ from llm_datadist._native._native import (
     ReplyCache,
     Requests,
     Stream,
+    StreamEvent,
     Timer,
     Use,
     UseGate,
@@ -45,6 +47,7 @@ from llm_datadist._native._native import (
     WriteIntent,
     add_load,
     advance_generation,
+    await_work,
     check_mapped,
     check_signals,
     close_elsewhere,

@@ -62,9 +62,10 @@ std::int64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t d
 std::int64_t py_execute(const MovePlan& plan, const TensorList& dst, const TensorList& src, CopyPool* pool,
                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled, const GuardSet* guards) {
     const Copy copy = plan.copy(dst, src);
+    const bool on_device = dst.place().on_device() || src.place().on_device();
+    const auto before = work_before(on_device);
     return execute_plan(plan, copy, deadline_ns, cancelled, guards, [&](std::uint64_t per_pair, const Stop& stop) {
-        return dst.place().on_device() || src.place().on_device() ? execute_on_device(copy, per_pair, stop)
-                                                                  : execute(copy, per_pair, pool, stop);
+        return on_device ? execute_on_device(copy, per_pair, stop, before.get()) : execute(copy, per_pair, pool, stop);
     });
 }
 

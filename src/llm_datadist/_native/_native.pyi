@@ -1,5 +1,6 @@
 from _thread import LockType
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, final, overload
 
@@ -112,6 +113,17 @@ class DeviceMemory:
     def export_fd(self) -> int:
         """Return a descriptor by which peers map it; the caller closes it."""
     def close(self) -> None: ...
+
+@final
+class StreamEvent:
+    """Work that a stream of a GPU has been given so far, and that of ``before``."""
+
+    def __init__(self, ordinal: int, stream: int, before: StreamEvent | None) -> None: ...
+
+AFTER: ContextVar[StreamEvent | None]
+
+def await_work(deadline_ns: int, cancelled: bytearray | None = None) -> bool:
+    """Wait for the work of :data:`AFTER`, which native copies of GPU memory do by themselves; False: not in time."""
 
 def set_device_patience(ms: int) -> None:
     """Set how long after its deadline a call waits for a copy that has begun: 10 000 ms. For tests."""

@@ -6,9 +6,14 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 
 #include "device_memory.hpp"
 #include "gil.hpp"
+#include "sides.hpp"
+#include "stop_python.hpp"
+#include "stream_event.hpp"
 
 namespace datadist {
 
@@ -26,6 +31,43 @@ inline void translate_device_errors() {
             if (made.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
         }
     });
+}
+
+// C++'s own pointer, as PyLent.
+struct PyStreamEvent {
+    PyStreamEvent(int ordinal, std::uint64_t stream, const PyStreamEvent* before)
+        : event(std::make_shared<const StreamEvent>(ordinal, stream, before ? before->event : nullptr)) {}
+
+    std::shared_ptr<const StreamEvent> event;
+};
+
+// Context variable of what copies of devices wait for: a PyStreamEvent or None.
+inline nb::handle after_variable() {
+    static PyObject* const made =  // never released, as ParamError
+        nb::module_::import_("contextvars")
+            .attr("ContextVar")("llm_datadist after", nb::arg("default") = nb::none())
+            .inc_ref()
+            .ptr();
+    return made;
+}
+
+// What copies of a device wait for here; null for nothing, or without a device.
+inline std::shared_ptr<const StreamEvent> work_before(bool on_device) {
+    if (!on_device) return nullptr;
+    const nb::object found = after_variable().attr("get")();
+    return found.is_none() ? nullptr : nb::cast<const PyStreamEvent&>(found).event;
+}
+
+// False if the time ends, or the call is cancelled, before that work has ended.
+inline bool py_await_work(std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
+    const auto before = work_before(true);
+    if (!before) return true;
+    Stop stop = stop_of(deadline_ns, cancelled);
+    Interruptible interruptible;
+    stop.interrupt = &interruptible;
+    const bool ended = before->await(stop);
+    interruptible.end();
+    return ended;
 }
 
 inline void bind_devices(nb::module_& m) {
@@ -53,6 +95,11 @@ inline void bind_devices(nb::module_& m) {
         .def_prop_ro("size", &DeviceMemory::size)
         .def("export_fd", &DeviceMemory::export_fd, Released())
         .def("close", &DeviceMemory::close, Released());
+    nb::class_<PyStreamEvent>(m, "StreamEvent", nb::is_final())
+        .def(nb::init<int, std::uint64_t, const PyStreamEvent*>(), Released(), "ordinal"_a, "stream"_a,
+             "before"_a.none());
+    m.attr("AFTER") = after_variable();
+    m.def("await_work", &py_await_work, "deadline_ns"_a, "cancelled"_a.noconvert() = nb::none());
     m.def("set_device_patience", [](std::int64_t ms) { Device::patience_ns().store(ms * 1'000'000); }, "ms"_a);
 }
 
