@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llm_datadist._checks import check_int32, check_uint64
 from llm_datadist._memory.cuda import CudaDevice
