@@ -68,7 +68,7 @@ def start(device: int = 0) -> None:
     context = c_void_p()
     call("cuInit", 0)
     call("cuDevicePrimaryCtxRetain", byref(context), device)
-    call("cuCtxSetCurrent", context)
+    call("cuCtxPushCurrent_v2", context)
 
 
 def mapped(size: int, *, fd: int | None = None, user: int = 0, access: int = WRITE) -> tuple[int, U64]:

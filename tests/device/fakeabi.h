@@ -3,10 +3,6 @@
 
 #include "../../src/llm_datadist/_native/cuda_abi.h"
 
-typedef struct {
-    char reserved[64];
-} DATADIST_CUDA(CUipcMemHandle);
-
 #define FAKE_CUDA_ERRORS(X)                    \
     X(CUDA_ERROR_OUT_OF_MEMORY, 2)             \
     X(CUDA_ERROR_DEINITIALIZED, 4)             \
@@ -27,25 +23,15 @@ typedef struct {
     X(CUDA_ERROR_NOT_SUPPORTED, 801)           \
     X(CUDA_ERROR_UNKNOWN, 999)
 
-#define FAKE_CUDA_CONSTANTS(X)                             \
-    X(CU_DEVICE_ATTRIBUTE_INTEGRATED, 18)                  \
-    X(CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, 20)                \
-    X(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 40)          \
-    X(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 75)    \
-    X(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 76)    \
-    X(CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, 99)     \
-    X(CU_POINTER_ATTRIBUTE_DEVICE_POINTER, 3)              \
-    X(CU_POINTER_ATTRIBUTE_BUFFER_ID, 7)                   \
-    X(CU_POINTER_ATTRIBUTE_IS_MANAGED, 8)                  \
-    X(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, 10) \
-    X(CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, 11)           \
-    X(CU_POINTER_ATTRIBUTE_RANGE_SIZE, 12)                 \
-    X(CU_POINTER_ATTRIBUTE_MAPPED, 13)                     \
-    X(CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, 14)       \
-    X(CU_POINTER_ATTRIBUTE_ACCESS_FLAGS, 16)               \
-    X(CU_MEMORYTYPE_HOST, 1)                               \
-    X(CU_MEM_ACCESS_FLAGS_PROT_NONE, 0)                    \
-    X(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, 1)
+#define FAKE_CUDA_CONSTANTS(X)                          \
+    X(CU_DEVICE_ATTRIBUTE_INTEGRATED, 18)               \
+    X(CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, 20)             \
+    X(CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, 40)       \
+    X(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 75) \
+    X(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 76) \
+    X(CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED, 99)  \
+    X(CU_MEMORYTYPE_HOST, 1)                            \
+    X(CU_MEM_ACCESS_FLAGS_PROT_NONE, 0)
 
 #ifndef CUDA_VERSION
 #define FAKE_CUDA_ENUMERATOR(name, value) name = value,
@@ -54,14 +40,4 @@ enum { FAKE_CUDA_CONSTANTS(FAKE_CUDA_ENUMERATOR) };
 #undef FAKE_CUDA_ENUMERATOR
 #endif
 
-CUresult cuGetErrorString(CUresult error, const char** text);
-CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device);
-CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
-CUresult cuCtxSetCurrent(CUcontext context);
-CUresult cuCtxGetCurrent(CUcontext* context);
-CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address);
-CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle handle, unsigned int flags);
-CUresult cuIpcCloseMemHandle(CUdeviceptr address);
-CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr address);
 CUresult cuStreamSynchronize(CUstream stream);
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags);

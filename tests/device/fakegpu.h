@@ -27,13 +27,13 @@ enum { MAX_DEVICES = 8, STACK = 16, POISON = 0xA7 };
 // ---- state. `lock` guards everything except what a thread has of its own.
 
 struct memory {
-    u64 id, size;
+    u64 size;
     int fd;  // -1: nobody can share it
     int device, handle_types, references, imported;
     char* bytes;
 };
 
-enum kind { DEVICE_ALLOCATED, DEVICE_MAPPED, DEVICE_OPENED, HOST_ALLOCATED, HOST_REGISTERED };
+enum kind { DEVICE_ALLOCATED, DEVICE_MAPPED, HOST_ALLOCATED, HOST_REGISTERED };
 struct range {  // addresses with memory behind them
     u64 base, size;
     struct memory* memory;  // NULL: the host's
@@ -41,8 +41,6 @@ struct range {  // addresses with memory behind them
     int access[MAX_DEVICES];  // CU_MEM_ACCESS_FLAGS_*
     int device;  // of the memory, or of the context that registered it
     unsigned flags;  // of cuMemHostRegister
-    u64 opened_as;  // by cuIpcOpenMemHandle
-    int opened;
 };
 
 struct event {
@@ -50,7 +48,7 @@ struct event {
     u64 recorded, done;
 };
 
-enum what { COPY, KERNEL, RECORD, WAIT };
+enum what { COPY, KERNEL, RECORD };
 struct operation {
     struct operation* next;
     enum what what;
@@ -76,7 +74,6 @@ static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;  // a stream has less to 
 static struct {
     int peers, vmm, posix_fd, host_pointers;
     u64 memory, delay, rate, arena, arena_used;
-    const char* folder;
 } hardware;
 static CUresult sticky;  // the error that ended all work, and that every later call returns
 static int waiters;  // calls that wait for a stream: all streams begin at once
@@ -86,13 +83,9 @@ static struct range* ranges;  // sorted
 static size_t range_count;
 static struct stream* streams;
 static size_t event_count;
-static u64 used[MAX_DEVICES], next_id;
-static struct {
-    u64 calls, copies, kernels, moved_bytes;
-} counts;
+static u64 used[MAX_DEVICES], copies, kernels;
 
-static char violations[1 << 15];
-static size_t violation_bytes, violation_count;
+static char violations[1 << 15];  // strings of JSON
 
 static __thread struct {
     int device[STACK];
@@ -116,13 +109,14 @@ static void wait_until(pthread_cond_t* condition, u64 when) {
 }
 
 __attribute__((format(printf, 1, 2))) static void violation(const char* format, ...) {
-    ++violation_count;
-    if (violation_bytes + 256 > sizeof violations) return;
+    const size_t seen = strlen(violations);
+    if (seen + 256 > sizeof violations) return;
+    char text[250];
     va_list values;
     va_start(values, format);
-    violation_bytes += (size_t)vsnprintf(violations + violation_bytes, 250, format, values);
+    vsnprintf(text, sizeof text, format, values);
     va_end(values);
-    strcpy(violations + violation_bytes++, "\n");
+    sprintf(violations + seen, "%s\"%s\"", seen > 0 ? ", " : "", text);
 }
 
 // ---- addresses and bytes
@@ -175,8 +169,7 @@ static void remove_range(struct range* r) {
 }
 
 static int unlinked_file(u64 size) {
-    char path[256];
-    snprintf(path, sizeof path, "%s/fakecuda-XXXXXX", hardware.folder);
+    char path[] = "/var/tmp/fakecuda-XXXXXX";  // in a tmpfs files have seals as memfds do
     const int fd = mkostemp(path, O_CLOEXEC);
     if (fd < 0) return -1;
     unlink(path);
@@ -192,7 +185,6 @@ static struct memory* map_memory(struct memory made) {
         if (made.fd >= 0) close(made.fd);
         return NULL;
     }
-    made.id = ++next_id;
     made.references = 1;
     struct memory* memory = malloc(sizeof made);
     *memory = made;
@@ -283,7 +275,6 @@ static CUresult move(struct stream* s, u64 to, u64 from, u64 bytes) {
             return CUDA_ERROR_ILLEGAL_ADDRESS;
         }
         memmove(target, source, step);
-        counts.moved_bytes += step;
     }
     return CUDA_SUCCESS;
 }
@@ -320,22 +311,18 @@ static void drop_event(struct event* e) {
     free(e);
 }
 
-static int is_ready(const struct operation* op) {
-    if (op->what == RECORD) return !op->hung || !hanging;
-    return op->what != WAIT || op->event->done >= op->sequence;
-}
+static int is_ready(const struct operation* op) { return op->what != RECORD || !op->hung || !hanging; }
 
 static void perform(struct stream* s, const struct operation* op) {
     CUresult bad = CUDA_SUCCESS;
     if (op->what == COPY && !sticky) {
-        ++counts.copies;
+        ++copies;
         bad = move(s, op->to, op->from, op->bytes);
     } else if (op->what == KERNEL && !sticky) {
-        ++counts.kernels;
+        ++kernels;
         bad = run_kernel(s, op);
     } else if (op->what == RECORD) {
         op->event->done = op->sequence;
-        wake_all();  // streams that wait for the event
     }
     if (bad) sticky = bad;
     if (op->event == NULL) return;
@@ -393,27 +380,20 @@ static struct operation* enqueue(struct stream* s, struct operation made) {
     return op;
 }
 
-static CUresult drain(struct stream* s) {
-    ++waiters;
-    wake_all();
-    while (s->first != NULL) pthread_cond_wait(&idle, &lock);
-    --waiters;
-    return sticky;
-}
-
-static int has_work_since(u64 time) {
+static int has_work_since(u64 time, const struct stream* only) {
     for (const struct stream* s = streams; s != NULL; s = s->next)
-        if (s->first != NULL && s->first->enqueued <= time) return 1;
+        if ((only == NULL || s == only) && s->first != NULL && s->first->enqueued <= time) return 1;
     return 0;
 }
 
-// Waits for what was enqueued before; streams may come and go meanwhile.
-static void drain_device(void) {
+// Waits for what a stream, or any with NULL, was given before; streams may come and go meanwhile.
+static CUresult drain(const struct stream* only) {
     const u64 begin = now();
     ++waiters;
     wake_all();
-    while (has_work_since(begin)) pthread_cond_wait(&idle, &lock);
+    while (has_work_since(begin, only)) pthread_cond_wait(&idle, &lock);
     --waiters;
+    return sticky;
 }
 
 // Finds work that still uses memory which goes away. What a kernel's runs address is known only when it begins.

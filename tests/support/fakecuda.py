@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -20,12 +19,7 @@ from numpy.typing import NDArray
 from tests.support.source import ROOT, SOURCE
 
 NAME: Final = "libcuda.so.1"
-_MADE_OF: Final = (
-    ROOT / "tests" / "device" / "fakecuda.c",
-    ROOT / "tests" / "device" / "fakegpu.h",
-    ROOT / "tests" / "device" / "fakeabi.h",
-    SOURCE / "_native" / "cuda_abi.h",
-)
+_SOURCES: Final = [ROOT / "tests" / "device" / name for name in ("fakecuda.c", "fakegpu.h", "fakeabi.h")]
 _FLAGS: Final = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Wno-unused-parameter", "-shared", "-fPIC", "-pthread")
 
 
@@ -41,19 +35,18 @@ def library() -> Path:
         Unsupported: There is no C compiler.
         subprocess.CalledProcessError: The fake does not compile.
     """
-    names = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
-    compiler = next((name for name in names if shutil.which(name)), None)
-    if compiler is None:
-        raise Unsupported(f"no C compiler on the path: {', '.join(names)}")
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        raise Unsupported(f"no C compiler on the path: {compiler}")
     made_of = hashlib.sha256(repr([compiler, *_FLAGS]).encode())
-    for source in _MADE_OF:
+    for source in (*_SOURCES, SOURCE / "_native" / "cuda_abi.h"):
         made_of.update(source.read_bytes())
     path = ROOT / "build" / "fakecuda" / made_of.hexdigest()[:16] / NAME
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / NAME
-            command = [compiler, *_FLAGS, f"-Wl,-soname,{NAME}", str(_MADE_OF[0]), "-o", str(made)]
+            command = [compiler, *_FLAGS, f"-Wl,-soname,{NAME}", str(_SOURCES[0]), "-o", str(made)]
             subprocess.run(command, check=True)
             made.replace(path)
     return path
@@ -77,16 +70,14 @@ class State:
     Attributes:
         sticky: The error that ended all work, or 0.
         leaked: What the library must free: VMM memory, handles, imports, reservations, registered host memory.
-        kept: What the library keeps until its process ends: contexts, streams, events, modules, scratch, pinned slots.
+        kept: What the library keeps until its process ends: streams, events, scratch, pinned slots.
     """
 
     pid: int
     sticky: int
     unfinished_streams: int
-    calls: int
     copies: int
     kernels: int
-    moved_bytes: int
     leaked: dict[str, int]
     kept: dict[str, int]
     violations: list[str]
@@ -114,19 +105,10 @@ class Fake:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self._library.fakecuda_alias.restype = ctypes.c_void_p
-        self._library.fakecuda_state.restype = ctypes.c_size_t
 
     def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:
         """Let calls of a driver function return an error: ``times`` of them, once ``after`` have gone well."""
         self._library.fakecuda_fail(name.encode(), code, ctypes.c_long(after), ctypes.c_long(times))
-
-    def heal(self) -> None:
-        """Let all calls work again, also after an error that no driver recovers from."""
-        self._library.fakecuda_heal()
-
-    def set_delay(self, microseconds: int) -> None:
-        """Set the age at which work begins although no call waits for it."""
-        self._library.fakecuda_set_delay(ctypes.c_long(microseconds))
 
     def set_rate(self, bytes_per_second: int) -> None:
         """Set the rate at which each stream moves bytes; 0: as fast as the host."""
@@ -139,17 +121,8 @@ class Fake:
     def state(self) -> State:
         """Return what this process has now: counters, objects, violations."""
         text = ctypes.create_string_buffer(1 << 17)
-        written = self._library.fakecuda_state(text, ctypes.c_size_t(len(text)))
-        assert written < len(text)
+        self._library.fakecuda_state(text, ctypes.c_size_t(len(text)))
         return State(**json.loads(text.value))
-
-    def violations(self) -> list[str]:
-        """Return what the driver's users did wrong since the last :meth:`forget_violations`."""
-        return self.state().violations
-
-    def forget_violations(self) -> None:
-        """Begin a new list of violations."""
-        self._library.fakecuda_forget_violations()
 
     def view(self, address: int, nbytes: int, kept: object = None) -> NDArray[np.uint8]:
         """Return bytes of device memory for the host to read and write; valid as long as they are mapped.
@@ -172,50 +145,38 @@ class Fake:
         """Return True if there is device memory."""
         return self._alias(address) is not None
 
-    def allocate(self, nbytes: int) -> int:
-        """Return the address of device memory as ``cudaMalloc`` gives it to users; :meth:`free` it.
-
-        Raises:
-            MemoryError: The device has none, or has failed.
-        """
-        at = ctypes.c_uint64()
-        with self._context():
-            if code := self._library.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(nbytes)):
-                raise MemoryError(f"cuMemAlloc: {code}")
-        return at.value
-
-    def free(self, address: int) -> None:
-        """Free it; of a device that has failed, nothing."""
-        with suppress(MemoryError), self._context():
-            assert self._library.cuMemFree_v2(ctypes.c_uint64(address)) == 0 or self.state().sticky
-
     def _alias(self, address: int) -> int | None:
         found: int | None = self._library.fakecuda_alias(ctypes.c_uint64(address))
         return found
 
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        """The device's context is that of this thread for a block, and only then: the library must see to its own."""
+    def call(self, function: str, *arguments: object) -> None:
+        """Call the driver in a context that is this thread's only now: the library must see to its own.
+
+        Raises:
+            MemoryError: The call failed, as most do when there is no memory, or no device any more.
+        """
         context = ctypes.c_void_p()
-        if code := self._library.cuInit(0) or self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0):
-            raise MemoryError(f"no context: {code}")
-        self._library.cuCtxPushCurrent_v2(context)
-        try:
-            yield
-        finally:
+        code = self._library.cuInit(0) or self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        if not code:
+            self._library.cuCtxPushCurrent_v2(context)
+            code = getattr(self._library, function)(*arguments)
             self._library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        if code:
+            raise MemoryError(f"{function}: {code}")
 
 
 class UserMemory:
-    """Device memory that a user allocated; its end frees it."""
+    """Device memory as ``cudaMalloc`` gives it to users; its end frees it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._pid, self.address = os.getpid(), 0
-        self.address = load().allocate(nbytes)
+        self._pid, self._at = os.getpid(), ctypes.c_uint64()
+        load().call("cuMemAlloc_v2", ctypes.byref(self._at), ctypes.c_size_t(nbytes))
+        self.address = self._at.value
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid and self.address:  # in a forked child the driver refuses all
-            load().free(self.address)
+        if os.getpid() == self._pid and self._at:  # in a forked child the driver refuses all
+            with suppress(MemoryError):  # and so after an error that it does not survive
+                load().call("cuMemFree_v2", self._at)
 
 
 class Hang:
