@@ -19,15 +19,10 @@ from tests.support.world import make_config, small_pool
 
 pytestmark = pytest.mark.gpu(True)
 AUTO: Final = {"llm.Transport": "auto"}
-SIDES: Final = pytest.mark.parametrize("side", ["prompt", "decoder"])
 
 
 def fail(_: World, name: str, code: int) -> None:
     fakecuda.load().fail(name, code)
-
-
-def heal(_: World) -> None:
-    fakecuda.load().heal()
 
 
 def told(end: End) -> Any:
@@ -49,71 +44,46 @@ def bytes_move(*ends: End) -> None:
         here.do(forget, "source")
 
 
-def link_anew(pair: Pair) -> None:
-    assert pair.decoder.do(unlink, [info(1, pair.prompt.port)]) == SUCCESS
-    pair.link()
-
-
-@SIDES
+@pytest.mark.parametrize("sides", ["prompt", "decoder", "both"])
 @pytest.mark.parametrize(
-    ("step", "code", "text"),
+    ("step", "failure"),
     [
-        ("cuMemImportFromShareableHandle", 101, "cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_DEVICE (101)"),
-        ("cuMemAddressReserve", 2, "cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY (2)"),
-        ("cuMemMap", 1, "cuMemMap: CUDA_ERROR_INVALID_VALUE (1)"),
-        ("cuMemSetAccess", 217, "cuMemSetAccess: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)"),
+        ("cuMemExportToShareableHandle", "NOT_SUPPORTED (801)"),
+        ("cuMemImportFromShareableHandle", "INVALID_DEVICE (101)"),
+        ("cuMemAddressReserve", "OUT_OF_MEMORY (2)"),
+        ("cuMemMap", "INVALID_VALUE (1)"),
+        ("cuMemSetAccess", "PEER_ACCESS_UNSUPPORTED (217)"),
     ],
 )
-def test_what_cannot_be_mapped_goes_over_lanes_and_the_link_says_why(
-    shm_pair: Pair, side: str, step: str, code: int, text: str
+def test_what_cannot_be_shared_goes_over_lanes_and_the_link_says_why(
+    shm_pair: Pair, sides: str, step: str, failure: str
 ) -> None:
-    prompt, decoder = shm_pair.start(linked=False, rca=True, extra=AUTO)
-    failing, other = (prompt, decoder) if side == "prompt" else (decoder, prompt)
-    failing.do(fail, step, code)
+    ends = prompt, decoder = shm_pair.start(linked=False, rca=True, extra=AUTO)
+    failing = {"prompt": [prompt], "decoder": [decoder], "both": [*ends]}[sides]
+    for end in failing:
+        end.do(fail, step, int(failure.split("(")[1][:-1]))
     shm_pair.link()
-    bytes_move(prompt, decoder)
-    assert (told(failing).transport, told(other).transport) == ("shm", "shm")
-    assert "region 1 (GPU " in told(failing).reason
-    assert f"{text}: by data lanes" in told(failing).reason
-    assert "by data lanes" not in told(other).reason
-    assert told(failing).reason == failing.do(explained, told(failing).remote_cluster_id)
-    failing.do(heal)
-    link_anew(shm_pair)
-    bytes_move(prompt, decoder)
-    assert "by data lanes" not in told(failing).reason
+    bytes_move(*ends)
+    for end in ends:
+        reason = told(end).reason
+        assert (told(end).transport, reason) == ("shm", end.do(explained, told(end).remote_cluster_id))
+        assert (f"{step}: CUDA_ERROR_{failure}: by data lanes" in reason) == (end in failing)
+        assert ("by data lanes" in reason) == (end in failing)
+        assert ("region 1 (GPU " in reason) == (end in failing and "Export" not in step)
+    assert decoder.do(unlink, [info(1, prompt.port)]) == SUCCESS
+    shm_pair.link()  # each call has failed once
+    bytes_move(*ends)
+    assert ["by data lanes" in told(end).reason for end in ends] == [False, False]
 
 
 def explained(world: World, cluster_id: int) -> str:
     return world.dd.explain(cluster_id).reason
 
 
-@SIDES
-def test_memory_that_cannot_be_exported_goes_over_lanes_and_the_link_says_why(shm_pair: Pair, side: str) -> None:
-    prompt, decoder = shm_pair.start(linked=False, rca=True, extra=AUTO)
-    failing = prompt if side == "prompt" else decoder
-    failing.do(fail, "cuMemExportToShareableHandle", 801)
-    shm_pair.link()
-    bytes_move(prompt, decoder)
-    assert "cuMemExportToShareableHandle: CUDA_ERROR_NOT_SUPPORTED (801)" in told(failing).reason
-    failing.do(heal)
-    link_anew(shm_pair)
-    bytes_move(prompt, decoder)
-    assert {told(end).transport for end in (prompt, decoder)} == {"shm"}
-
-
-@SIDES
+@pytest.mark.parametrize("side", ["prompt", "decoder"])
 def test_a_gpu_at_one_side_only_is_served_over_lanes(shm_pair: Pair, side: str) -> None:
     shm_pair.prompt.gpu, shm_pair.decoder.gpu = side == "prompt", side == "decoder"
     bytes_move(*shm_pair.start(rca=True, extra=AUTO))
-
-
-def test_two_gpus_that_do_not_reach_each_other_are_served_over_lanes(shm_pair: Pair) -> None:
-    prompt, decoder = shm_pair.start(linked=False, rca=True, extra=AUTO)
-    for end in (prompt, decoder):
-        end.do(fail, "cuMemSetAccess", 217)
-    shm_pair.link()
-    bytes_move(prompt, decoder)
-    assert ["CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" in told(end).reason for end in (prompt, decoder)] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +127,6 @@ def test_a_host_pool_that_cannot_be_pinned_is_said_and_swaps_are_right(
 
 
 def swaps_are_right(world: World) -> None:
-
     device = make(world, "device", Spec(blocks=True), 1)
     host = make(world, "host", Spec(blocks=True, placement=Placement.HOST), 2)
     pairs = {n: 7 - n for n in range(8)}
