@@ -18,6 +18,7 @@ from ctypes import (
     c_void_p,
     memmove,
 )
+from functools import partial
 
 U64 = c_uint64
 SIZE = c_size_t
@@ -111,16 +112,13 @@ def pinned(size: int, content: bytes = b"") -> "Array[c_char]":
     return memory
 
 
-def stream() -> c_void_p:
+def _made(function: str, flags: int) -> c_void_p:
     made = c_void_p()
-    call("cuStreamCreate", byref(made), 1)
+    call(function, byref(made), flags)
     return made
 
 
-def event() -> c_void_p:
-    made = c_void_p()
-    call("cuEventCreate", byref(made), 2)
-    return made
+stream, event = partial(_made, "cuStreamCreate", 1), partial(_made, "cuEventCreate", 2)
 
 
 def _address(where: "int | Array[c_char]") -> U64:

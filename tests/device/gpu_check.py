@@ -119,22 +119,10 @@ def _thresholds(figures: list[Figure]) -> Figure:
 def _show(name: str, section: Figure) -> None:
     """Print what a section told, and all that it printed unless it came to its end."""
     print(f"\n== {name}: {section['verdict']}, {section['seconds']} s")
-    head: list[str] = []
     for each in section["figures"]:
-        subject, *values = each.values()
-        if "question" in each:
-            print(f"{subject}: {each['got']}", "" if each["right"] else f"DIFFERS, expected: {values[0]}")
-        elif "claim" in each:
-            print(f"{'right' if each['right'] else 'WRONG'}: {subject} {'' if each['right'] else values}")
-        elif "table" in each:
-            if head != list(each):
-                head = list(each)
-                print(f"{subject:40}", *(f"{key:>10}" for key in head[1:]))
-            print(" " * 40, *(f"{value:>10}" for value in values))
-        else:
-            print(f"{subject}: {values[0]}")
-    for line in section["text"]:
-        print(line)
+        wrong = "" if each.get("right", True) else "WRONG: "
+        print(wrong + ", ".join(f"{key}: {value}" for key, value in each.items() if key not in ("right", "line")))
+    print(*section["text"], sep="\n")
 
 
 def main() -> int:

@@ -21,8 +21,6 @@ from llm_datadist import (
     CacheDesc,
     DataType,
     DeviceError,
-    LLMClusterInfo,
-    LLMConfig,
     LLMDataDist,
     LLMException,
     LLMRole,
@@ -35,6 +33,8 @@ from tests.device import cu
 from tests.device.cu import MIB, mapped, stream, unmap
 from tests.device.gpu_driver import FAKE, PTX, Bytes, answer, ask, check, check_use, milliseconds, tell
 from tests.device.gpu_moves import rate, typical
+from tests.support import fakecuda
+from tests.support.world import cluster_info, make_config
 
 Rows = NDArray[np.uint8]  # tensor, block, byte
 _TENSORS: Final = 4
@@ -57,14 +57,17 @@ class Side:
     """An instance with caches in the GPU, and their bytes."""
 
     def __init__(self, role: LLMRole, transport: str, device: CudaDevice | None) -> None:
-        config = LLMConfig()
-        config.device_id, config.enable_cache_manager, config.enable_remote_cache_accessible = 0, True, True
-        config.sync_kv_timeout, config.listen_ip_info = 20_000, "127.0.0.1:0"
-        config.mem_pool_cfg = json.dumps({"memory_size": _TENSORS * _EXTENT * (len(_BLOCKS) + 1)})
-        config.host_mem_pool_cfg = json.dumps({"memory_size": 2 * _TENSORS * _EXTENT})
-        options = config.generate_options() | {"llm.Transport": transport}
+        options = make_config(
+            enable_remote_cache_accessible=True,
+            sync_kv_timeout=20_000,
+            listen_ip_info="127.0.0.1:0",
+            mem_pool_cfg=json.dumps({"memory_size": _TENSORS * _EXTENT * (len(_BLOCKS) + 1)}),
+            host_mem_pool_cfg=json.dumps({"memory_size": 2 * _TENSORS * _EXTENT}),
+            extra={"llm.Transport": transport},
+            gpu=device is None,
+        )
         self.instance = LLMDataDist(role, 1 if role is LLMRole.PROMPT else 2, device=device)
-        self.instance.init(options if device else options | {"llm.DeviceMemory": "cuda"})
+        self.instance.init(options)
         self.manager, self._through = self.instance.cache_manager, Bytes(_EXTENT)
 
     def read(self, cache: Cache) -> Rows:
@@ -87,7 +90,8 @@ def peer() -> None:
         view[:] = content.view(np.int8)
     tell(port=side.instance.listen_port)
     for line in sys.stdin:
-        tell(state=[crc32(side.read(caches[int(line)]).tobytes()), cu.driver.fakecuda_violation_count() if FAKE else 0])
+        wrong = len(fakecuda.load().state().violations) if FAKE else 0
+        tell(state=[crc32(side.read(caches[int(line)]).tobytes()), wrong])
 
 
 class Pair(Side):
@@ -97,11 +101,7 @@ class Pair(Side):
         command = [sys.executable, "-m", "tests.device.gpu_check", "--section", "peer", transport]
         self.peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         super().__init__(LLMRole.DECODER, transport, None)
-        info = LLMClusterInfo()
-        info.remote_cluster_id = 1
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info("127.0.0.1", self._answer()["port"])
-        self.instance.link_clusters([info], 10_000)
+        self.instance.link_clusters([cluster_info(1, self._answer()["port"])], 10_000)
 
     def _answer(self) -> dict[str, Any]:
         assert self.peer.stdout is not None

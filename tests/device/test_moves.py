@@ -23,6 +23,7 @@ PLACES: Final = ("pageable", "pinned", "device")
 MOVERS: Final = (DeviceMover.AUTO, DeviceMover.KERNEL, DeviceMover.COPY)
 PAIRS: Final = [pair for pair in product(PLACES, PLACES) if "device" in pair]
 NONCE: Final = bytes(range(16))
+PINNED: Final[list[tuple[PinnedMemory, twin.Bytes]]] = []  # what a test has pinned; its end releases it
 ROW: Final = twin.make_plan(np.array([(0, 0, 64)], np.uint64))
 BEYOND: Final = twin.make_plan(np.array([(1, 1, 64)], np.uint64))
 
@@ -44,7 +45,8 @@ class Memory:
         else:
             self._kept = self.bytes = np.empty(size, np.uint8)
             self.address = self.bytes.ctypes.data
-        self._pinned = PinnedMemory(0, self.address, size) if self.where == "pinned" else None
+        if self.where == "pinned":
+            PINNED.append((PinnedMemory(0, self.address, size), self.bytes))
 
     def fill(self, seed: int) -> None:
         self.bytes[:] = np.frombuffer(np.random.default_rng(seed).bytes(self.bytes.size), np.uint8)
@@ -58,15 +60,12 @@ class Memory:
         held = self.bytes if of is None else of
         return [held[7 + i * self.stride :][: self.nbytes] for i in range(self.tensors)]
 
-    def close(self) -> None:
-        if self._pinned is not None:
-            assert self._pinned.release()
-
 
 @pytest.fixture(autouse=True)
 def nothing_wrong(gpu: bool) -> Iterator[None]:
     fakecuda.load()
     yield
+    assert all(PINNED.pop()[0].release() for _ in PINNED[:])
     assert fakecuda.complaints_here() == []
 
 
@@ -110,8 +109,6 @@ def test_random_plans_move_as_in_the_twin(dst: str, src: str, mover: DeviceMover
             for side, each in enumerate(two):
                 each.fill(2 * seed + side)
             check(random_plan(seed, nbytes), *two, mover)
-        for each in two:
-            each.close()
 
 
 def test_runs_that_overlap_in_one_memory_move_as_memmove_does() -> None:
@@ -143,8 +140,6 @@ def test_a_plan_of_several_launches_overwrites_the_plan_of_none_that_runs(dst: s
         each.fill(seed)
     check(twin.make_plan(runs, count=3), *two, DeviceMover.KERNEL)
     assert fakecuda.load().state().kernels - before >= 4
-    for each in two:
-        each.close()
 
 
 @pytest.mark.parametrize("threads", [4, 24])
@@ -160,8 +155,6 @@ def test_threads_move_beside_each_other_also_more_than_have_channels_to_keep(thr
                 each.fill(2 * seed + side)
             together.wait(20)
             check(random_plan(seed, 300_000), *two, MOVERS[seed % 3])
-        for each in two:
-            each.close()
 
     with ThreadPoolExecutor(threads) as pool:
         for each in [pool.submit(work, thread) for thread in range(threads)]:
@@ -193,7 +186,6 @@ def test_digests_are_those_of_the_same_bytes_in_the_host(where: str) -> None:
             plan = twin.make_plan(runs_of(seed, nbytes, apart=False), count=2, dst_first=1, src_first=0)
             wanted = digest_of(plan, here, dst=dst, each_run=each_run)
             assert digest_of(plan, there, dst=dst, each_run=each_run) == wanted
-        there.close()
 
 
 @pytest.mark.parametrize(
@@ -233,5 +225,3 @@ def test_a_call_of_the_driver_that_fails_fails_the_copy_and_not_the_next(dst: st
     ):
         execute(plan, two[0].named(mover).native, two[1].named(mover).native, None, NO_DEADLINE)
     check(plan, *two)
-    for each in two:
-        each.close()
