@@ -16,6 +16,7 @@ from llm_datadist._native import NO_DEADLINE, DeviceMover, Place, Plan, Tensors,
 from tests.device import cu
 from tests.device.cu import MIB, U64
 from tests.device.gpu_driver import FAKE, Bytes, check, check_use, milliseconds, tell
+from tests.support import twin
 
 Images = dict[str, NDArray[np.uint8]]
 MOVERS: Final = {"kernel": DeviceMover.KERNEL, "copy": DeviceMover.COPY, "auto": DeviceMover.AUTO}
@@ -23,7 +24,13 @@ _PAIRS: Final = (
     "device-device device-mapping mapping-device pinned-device device-pinned pageable-device device-pageable"
 )
 _SECONDS: Final = 0.02 if FAKE else 0.3  # for each figure
-_KINDS: Final = "scattered tiny ordered overlapping"
+#: Of runs; thousands need several launches, one alone may overlap itself.
+_KINDS: Final[dict[str, Any]] = {
+    "scattered": {"apart": True},
+    "tiny": {"apart": True, "most": 24_000},
+    "ordered": {"apart": False},
+    "overlapping": {"apart": False, "most": 2},
+}
 
 
 class Places:
@@ -77,34 +84,19 @@ def movers() -> None:
     check("the kernel is compiled", not device.no_kernel, why=device.no_kernel)
     area, random, times = (1 if FAKE else 4) * MIB, np.random.default_rng(1), 1 if FAKE else 4
     places, wrong = Places(2 * area), []
-    cases = list(product(_PAIRS.split(), _KINDS.split(), MOVERS, range(times)))
+    cases = list(product(_PAIRS.split(), _KINDS, MOVERS, range(times)))
     for pair, kind, mover, _ in cases:
         images, (src, dst), count = places.fill(random), pair.split("-"), int(random.integers(1, 4))
         extent, begin = area // count // 256 * 256, 0 if src == dst and kind in ("ordered", "overlapping") else area
-        runs = _runs(random, kind, extent)
-        plan = Plan(0, 0, count, runs, ordered=kind == "ordered", nbytes=count * int(runs[:, 2].sum()))
+        runs = twin.runs_of(random, extent, **_KINDS[kind], unit=int(random.choice([1, 4, 16, 256])))
+        plan = twin.make_plan(runs, ordered=kind == "ordered", count=count)
         moved = places.moving(plan, dst, begin, src, extent, mover)()
-        for i, (to, of, nbytes) in product(range(0, count * extent, extent), runs.tolist()):
-            images[dst][begin + i + to : begin + i + to + nbytes] = images[src][i + of : i + of + nbytes]
+        tensors = [slice(i, i + extent) for i in range(0, count * extent, extent)]
+        twin.execute(plan, [images[dst][begin:][each] for each in tensors], [images[src][each] for each in tensors])
         if moved != plan.nbytes or not all((places.read(name, 0, 2 * area) == images[name]).all() for name in images):
             wrong.append([pair, kind, mover, count, runs[:4].tolist()])
     check("every byte of every plan is right", not wrong, plans=len(cases), wrong=wrong[:20])
     check_use()
-
-
-def _runs(random: np.random.Generator, kind: str, extent: int) -> NDArray[np.uint64]:
-    """Return destinations, sources and lengths; tiny ones need several launches."""
-    unit, count, nbytes = (
-        int(each) for each in (random.choice([1, 4, 16, 256]), *random.integers(1, (40, extent // 8)))
-    )
-    if kind == "tiny":
-        unit, count, nbytes = 16, 24_000, nbytes % 31 + 1
-    slot = -(-nbytes // unit) * unit
-    if kind in ("ordered", "overlapping"):
-        both = random.integers(0, extent - nbytes, (2, count if kind == "ordered" else 1)) // unit * unit
-    else:
-        both = np.array([random.permutation(extent // slot)[:count] * slot for _ in range(2)])
-    return np.array([*both, np.full_like(both[0], nbytes)], np.uint64).T.copy()
 
 
 def typical(call: Callable[[], object], most: int = 15) -> float:

@@ -81,22 +81,9 @@ def check(plan: Plan, dst: Memory, src: Memory, mover: DeviceMover = DeviceMover
     same_bytes([dst.bytes, src.bytes], [expected, source])
 
 
-def runs_of(seed: int, nbytes: int, *, apart: bool, most: int = 60) -> twin.Runs:
-    """Return random runs, tiny and large, of no bytes too; ``apart``: their destinations do not meet."""
-    random = np.random.default_rng(seed)
-    ends = np.sort(random.integers(0, nbytes + 1, 2 * int(random.integers(1, most))))
-    starts, lengths = ends[::2], ends[1::2] - ends[::2]
-    lengths[random.random(lengths.size) < 0.4] %= 40
-    sources = [random.integers(0, nbytes - length + 1) for length in lengths]
-    if not apart:
-        starts = np.array([random.integers(0, nbytes - length + 1) for length in lengths])
-    order = random.permutation(lengths.size)
-    return np.array([starts, sources, lengths], np.uint64).T[order].copy()
-
-
 def random_plan(seed: int, nbytes: int) -> Plan:
     ordered = seed % 3 == 0
-    runs = runs_of(seed, nbytes, apart=not ordered)
+    runs = twin.runs_of(seed, nbytes, apart=not ordered)
     return twin.make_plan(runs, ordered=ordered, dst_first=seed % 2, src_first=1 - seed % 2, count=1 + seed % 2)
 
 
@@ -119,7 +106,11 @@ def test_runs_that_overlap_in_one_memory_move_as_memmove_does() -> None:
             check(twin.make_plan(np.array([(dst, src, nbytes)], np.uint64)), memory, memory)
     for seed in range(3):
         memory.fill(seed)
-        check(twin.make_plan(runs_of(seed, 3 * MIB, apart=False), ordered=True), memory, memory)
+        check(
+            twin.make_plan(twin.runs_of(seed, 3 * MIB, apart=False), ordered=True),
+            memory,
+            memory,
+        )
 
 
 def test_an_empty_plan_moves_nothing() -> None:
@@ -183,7 +174,7 @@ def test_digests_are_those_of_the_same_bytes_in_the_host(where: str) -> None:
         here.fill(nbytes)
         there.bytes[:] = here.bytes
         for seed, dst, each_run in product(range(3), (False, True), (False, True)):
-            plan = twin.make_plan(runs_of(seed, nbytes, apart=False), count=2, dst_first=1, src_first=0)
+            plan = twin.make_plan(twin.runs_of(seed, nbytes, apart=False), count=2, dst_first=1, src_first=0)
             wanted = digest_of(plan, here, dst=dst, each_run=each_run)
             assert digest_of(plan, there, dst=dst, each_run=each_run) == wanted
 

@@ -62,3 +62,16 @@ def tensors_of(arrays: Sequence[Bytes]) -> Tensors:
 def noise(seed: int, count: int, nbytes: int) -> list[Bytes]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, nbytes, dtype=np.uint8) for _ in range(count)]
+
+
+def runs_of(seed: int | np.random.Generator, nbytes: int, *, apart: bool, most: int = 60, unit: int = 1) -> Runs:
+    """Return runs, tiny and large, of no bytes too, from multiples of a unit; ``apart``: destinations do not meet."""
+    random = np.random.default_rng(seed)
+    ends = np.sort(random.integers(0, nbytes // unit + 1, 2 * int(random.integers(1, most)))) * unit
+    starts, lengths = ends[::2], ends[1::2] - ends[::2]
+    lengths[random.random(lengths.size) < 0.4] %= 40
+    sources = random.integers(0, nbytes - lengths + 1) // unit * unit
+    if not apart:
+        starts = random.integers(0, nbytes - lengths + 1) // unit * unit
+    order = random.permutation(lengths.size)
+    return np.array([starts, sources, lengths], np.uint64).T[order].copy()
