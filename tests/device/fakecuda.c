@@ -255,22 +255,27 @@ CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-// Assumed: freeing waits for the device. No document says so, but programs rely on it.
-static struct range* unused_range(u64 base, enum kind kind, const char* call) {
-    const struct range* r = find_at(base, kind);
-    if (r == NULL) return NULL;
+// Takes memory away, at the end of whose use the call does not wait.
+static void take_away(struct range* r, const char* call) {
     check_unused(r, call);
+    if (r->memory != NULL) drop_memory(r->memory);
+    if (r->kind == HOST_ALLOCATED) munmap((void*)r->base, r->size);
+    remove_range(r);
+}
+
+// Assumed: freeing waits for the device. No document says so, but programs rely on it.
+static CUresult free_memory(u64 base, enum kind kind, const char* call) {
+    if (find_at(base, kind) != NULL) check_unused(find_at(base, kind), call);
     drain(NULL);
-    return find_at(base, kind);
+    struct range* r = find_at(base, kind);
+    REQUIRE_VALUE(r != NULL);
+    take_away(r, call);
+    return CUDA_SUCCESS;
 }
 
 CUresult cuMemFree_v2(CUdeviceptr address) {
     ENTER(CONTEXT);
-    struct range* r = unused_range(address, DEVICE_ALLOCATED, "cuMemFree");
-    REQUIRE_VALUE(r != NULL);
-    drop_memory(r->memory);
-    remove_range(r);
-    return CUDA_SUCCESS;
+    return free_memory(address, DEVICE_ALLOCATED, __func__);
 }
 
 CUresult cuMemAllocHost_v2(void** address, size_t bytes) {
@@ -285,11 +290,7 @@ CUresult cuMemAllocHost_v2(void** address, size_t bytes) {
 
 CUresult cuMemFreeHost(void* address) {
     ENTER(CONTEXT);
-    struct range* r = unused_range((u64)address, HOST_ALLOCATED, "cuMemFreeHost");
-    REQUIRE_VALUE(r != NULL);
-    munmap(address, r->size);
-    remove_range(r);
-    return CUDA_SUCCESS;
+    return free_memory((u64)address, HOST_ALLOCATED, __func__);
 }
 
 CUresult cuMemHostRegister_v2(void* address, size_t bytes, unsigned int flags) {
@@ -304,8 +305,7 @@ CUresult cuMemHostUnregister(void* address) {
     ENTER(CONTEXT);
     struct range* r = find_at((u64)address, HOST_REGISTERED);
     REQUIRE(r != NULL, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
-    check_unused(r, "cuMemHostUnregister");
-    remove_range(r);
+    take_away(r, __func__);
     return CUDA_SUCCESS;
 }
 
@@ -417,9 +417,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
     ENTER(HEALTH);
     struct range* r = find_at(address, DEVICE_MAPPED);
     REQUIRE_VALUE(r != NULL && r->size == bytes);
-    check_unused(r, "cuMemUnmap");
-    drop_memory(r->memory);
-    remove_range(r);
+    take_away(r, __func__);
     return CUDA_SUCCESS;
 }
 

@@ -118,14 +118,13 @@ def speed(src: str, dst: str, direction: str) -> None:
     total, count = (4 * MIB, 2) if FAKE else ((512 if direction == "d2d" else 256) * MIB, 16)
     places, random, on, extent = Places(2 * total), np.random.default_rng(2), cu.stream(), total // count
     images, to, of = places.fill(random), places.at[dst] + total, places.at[src]
-    tell(
-        note=f"{direction}, GB/s of one copy", value=rate(total, partial(_copies, [(U64(to), U64(of))], U64(total), on))
-    )
+    limit = rate(total, partial(_copies, [(U64(to), U64(of))], U64(total), on))
+    tell(note=f"{direction}, GB/s of one copy", value=limit)
     for block in [4096 << i for i in range(0, 9, 4 if FAKE else 1)]:
         n = extent // block
         rows, into = random.permutation(n), random.permutation(n)
         runs = np.stack([into * block, rows * block, np.full(n, block)], axis=1).astype(np.uint64)
-        plan = Plan(0, 0, count, runs, ordered=False, nbytes=total)
+        plan = twin.make_plan(runs, count=count)
         rates: dict[str, float] = {}
         for mover in [*MOVERS, "pageable"][: 3 if direction == "d2d" else 4]:
             ends = [each.replace("pinned", "pageable") if mover == "pageable" else each for each in (dst, src)]
@@ -135,21 +134,16 @@ def speed(src: str, dst: str, direction: str) -> None:
             moved = places.read(ends[0], total, extent).reshape(n, block)[into]
             if not (moved == images[ends[1]][:extent].reshape(n, block)[rows]).all():
                 check(f"bytes of {direction} by {mover}, blocks of {block}", right=False)
-        starts, offsets = (
-            range(0, total, extent),
-            list(zip((into * block).tolist(), (rows * block).tolist(), strict=True)),
-        )
-        pairs = [(U64(to + start + d), U64(of + start + s)) for start in starts for d, s in offsets]
+        moves = [(d, s) for d, s, _ in runs.tolist()]
+        pairs = [(U64(to + i + d), U64(of + i + s)) for i in range(0, total, extent) for d, s in moves]
         rates["raw loop"] = rate(total, partial(_copies, pairs, U64(block), on))
-        tell(
-            table=f"{direction}, GB/s", KiB=block >> 10, **rates, **(_torch(rows, block) if direction == "d2d" else {})
-        )
+        if direction == "d2d":
+            rates |= _torch(rows, block)
+        tell(table=f"{direction}, GB/s", KiB=block >> 10, **rates)
     for n in (1, 4, 16) if FAKE else (1, 2, 4, 8, 16, 32, 64, 256):
-        plan = Plan(
-            0, 0, 1, np.array([(i << 15, i << 15, 1 << 14) for i in range(n)], np.uint64), ordered=False, nbytes=n << 14
-        )
-        moves = {mover: places.moving(plan, dst, total, src, total, mover) for mover in MOVERS}
-        spent = {mover: round(typical(move, 200) * 1e6, 1) for mover, move in moves.items()}
+        plan = twin.make_plan(np.array([(i << 15, i << 15, 1 << 14) for i in range(n)], np.uint64))
+        calls = {each: places.moving(plan, dst, total, src, total, each) for each in MOVERS}
+        spent = {mover: round(typical(move, 200) * 1e6, 1) for mover, move in calls.items()}
         tell(table=f"{direction}, us of few blocks of 16 KiB", blocks=n, **spent)
     check_use()
 
