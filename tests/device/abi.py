@@ -1,12 +1,10 @@
-"""Compare ``_native/cuda_abi.h`` with NVIDIA's headers, which pip downloads: what ``make test-cuda-abi`` runs."""
+"""Compare ``_native/cuda_abi.h`` with NVIDIA's headers, which pip gets: what ``make test-cuda-abi`` runs."""
 
 import re
 import subprocess
-import sys
-import zipfile
-from pathlib import Path
 from typing import Final
 
+from tests.device.assemble import installed
 from tests.native.drivers import NATIVE, ROOT
 
 #: Of each version of CUDA, the package on PyPI that has its headers.
@@ -17,22 +15,12 @@ PACKAGES: Final = {
 }
 
 
-def headers(version: str) -> Path:
-    folder = ROOT / "build" / "cuda-headers" / version
-    if not list(folder.rglob("cuda.h")):
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--dest", folder, PACKAGES[version]], check=True)
-        (wheel,) = folder.glob("*.whl")
-        zipfile.ZipFile(wheel).extractall(folder)
-    (header,) = folder.rglob("cuda.h")
-    return header.parent
-
-
 if __name__ == "__main__":
     ours = (NATIVE / "cuda_abi.h").read_text() + (ROOT / "tests/device/fakeabi.h").read_text()
     functions, constants = (re.findall(each, ours, re.MULTILINE) for each in (r"^CUresult (\w+)\(", r"^    X\((\w+), "))
-    for version in PACKAGES:
-        compiler = ["cc", "-std=c11", "-Wall", "-Werror", f"-I{headers(version)}"]
+    for version, package in PACKAGES.items():
+        header = installed(ROOT / "build" / "cuda-headers" / version, package, "cuda.h")
+        compiler = ["cc", "-std=c11", "-Wall", "-Werror", f"-I{header.parent}"]
         subprocess.run([*compiler, "-fsyntax-only", ROOT / "tests/device/abi_check.c"], check=True)
         text = subprocess.check_output([*compiler, "-E", "-include", "cuda.h", "-xc", "/dev/null"], text=True)
         declared = re.findall(r"\b(cu\w+)\(", text)

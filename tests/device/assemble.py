@@ -15,18 +15,19 @@ VERSIONS: Final = {
 }
 
 
-def assembler(version: str) -> Path:
-    folder = ROOT / "build" / "ptxas" / version
-    if not list(folder.rglob("bin/ptxas")):
+def installed(folder: Path, package: str, file: str) -> Path:
+    """Return a file of a package from PyPI, which pip puts into a folder of its own."""
+    if not list(folder.rglob(file)):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", folder, VERSIONS[version][0]], check=True)
-    (found,) = folder.rglob("bin/ptxas")
+        subprocess.run([*pip, "--target", folder, package], check=True)
+    (found,) = folder.rglob(file)
     return found
 
 
 if __name__ == "__main__":
-    for version, (_, architectures) in VERSIONS.items():
-        strict = [str(assembler(version)), "--verbose", "--warning-as-error", "--warn-on-spills"]
+    for version, (package, architectures) in VERSIONS.items():
+        ptxas = installed(ROOT / "build" / "ptxas" / version, package, "bin/ptxas")
+        strict = [str(ptxas), "--verbose", "--warning-as-error", "--warn-on-spills"]
         for architecture in architectures:
             command = [*strict, f"-arch=sm_{architecture}", "-o", "/dev/null", str(SOURCE / "_native" / "copy.ptx")]
             told = subprocess.run(command, check=False, text=True, capture_output=True)
