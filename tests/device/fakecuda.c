@@ -528,9 +528,7 @@ CUresult cuEventCreate(CUevent* event, unsigned int flags) {
 
 CUresult cuEventDestroy_v2(CUevent event) {
     ENTER(CONTEXT);
-    struct event* e = (struct event*)event;
-    e->destroyed = 1;
-    drop_event(e);  // an event that is not complete goes later
+    --event_count;  // the bytes stay: work that has not ended may use them
     return CUDA_SUCCESS;
 }
 
@@ -539,7 +537,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
     struct event* e = (struct event*)event;
     struct stream* s = stream_of(stream);
     REQUIRE(s != NULL && e->device == s->device, CUDA_ERROR_INVALID_HANDLE);
-    enqueue(s, (struct operation){.what = RECORD, .event = e, .sequence = ++e->recorded, .hung = hanging});
+    enqueue(s, (struct operation){.what = RECORD, .event = e, .sequence = ++e->recorded});
     return CUDA_SUCCESS;
 }
 
@@ -621,7 +619,7 @@ void fakecuda_set_rate(long bytes_per_second) {
     wake_all();
 }
 
-// Until hang(0), events that are recorded from now on do not complete, and their streams do nothing more.
+// Until hang(0) no event completes, and its stream does nothing more.
 void fakecuda_hang(int on) {
     LOCKED();
     hanging = on;
@@ -631,8 +629,7 @@ void fakecuda_hang(int on) {
 // Where the host can read and write the bytes of a device address as long as they are mapped there; NULL: no memory.
 void* fakecuda_alias(CUdeviceptr address) {
     LOCKED();
-    u64 bytes = 1;
-    return is_device(address) ? bytes_at(address, &bytes) : NULL;
+    return is_device(address) ? bytes_at(address) : NULL;
 }
 
 static u64 bytes_of(enum kind kind) {

@@ -22,7 +22,6 @@ typedef unsigned long long u64;
 enum { MAX_DEVICES = 8, STACK = 16, POISON = 0xA7 };
 #define GRAIN (2ull << 20)  // granularity of device memory
 #define ARENA (512ull << 30)  // bytes of addresses for all device memory that a process ever has
-#define SLICE (1ull << 20)  // bytes that move between two looks at the clock
 
 // ---- state. `lock` guards everything except what a thread has of its own.
 
@@ -44,7 +43,7 @@ struct range {  // addresses with memory behind them
 };
 
 struct event {
-    int device, destroyed, pending;
+    int device;
     u64 recorded, done;
 };
 
@@ -58,7 +57,6 @@ struct operation {
     char* staged;  // the bytes of a pageable source, taken when the copy was enqueued
     struct event* event;
     u64 sequence;
-    int hung;
 };
 struct stream {
     struct stream* next;
@@ -79,7 +77,7 @@ static CUresult sticky;  // the error that ended all work, and that every later 
 static int waiters;  // calls that wait for a stream: all streams begin at once
 static int hanging;
 
-static struct range* ranges;  // sorted
+static struct range* ranges;
 static size_t range_count;
 static struct stream* streams;
 static size_t event_count;
@@ -130,15 +128,9 @@ static u64 new_addresses(u64 size) {
 }
 
 static struct range* find(u64 at) {
-    size_t low = 0, high = range_count;
-    while (low < high) {
-        const size_t middle = (low + high) / 2;
-        if (ranges[middle].base + ranges[middle].size <= at)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < range_count && ranges[low].base <= at ? &ranges[low] : NULL;
+    for (struct range* r = ranges; r < ranges + range_count; ++r)
+        if (at - r->base < r->size) return r;
+    return NULL;
 }
 
 static struct range* find_at(u64 base, enum kind kind) {
@@ -156,17 +148,13 @@ static int any_in(u64 base, u64 size) {
 
 static struct range* add_range(u64 base, u64 size, struct memory* memory, enum kind kind) {
     ranges = realloc(ranges, (range_count + 1) * sizeof *ranges);
-    size_t at = range_count++;
-    for (; at > 0 && ranges[at - 1].base > base; --at) ranges[at] = ranges[at - 1];
-    ranges[at] = (struct range){.base = base, .size = size, .memory = memory, .kind = kind};
-    ranges[at].device = memory != NULL ? memory->device : current();
-    return &ranges[at];
+    struct range* r = &ranges[range_count++];
+    *r = (struct range){.base = base, .size = size, .memory = memory, .kind = kind};
+    r->device = memory != NULL ? memory->device : current();
+    return r;
 }
 
-static void remove_range(struct range* r) {
-    const size_t after = range_count-- - (size_t)(r - ranges) - 1;
-    memmove(r, r + 1, after * sizeof *r);
-}
+static void remove_range(struct range* r) { *r = ranges[--range_count]; }
 
 static int unlinked_file(u64 size) {
     char path[] = "/var/tmp/fakecuda-XXXXXX";  // in a tmpfs files have seals as memfds do
@@ -215,22 +203,18 @@ enum user { BY_COPY, BY_KERNEL };
 
 // Why a device cannot use these bytes; NULL: it can. Only copies can use pageable memory.
 static const char* refusal(u64 at, u64 bytes, enum access access, int device, enum user user) {
+    const struct range *first = find(at), *last = find(at + bytes - 1);
+    if (bytes == 0) return NULL;
     if (!is_device(at)) {
-        const struct range *first = find(at), *last = bytes > 0 ? find(at + bytes - 1) : first;
         if (first != last) return "is partly registered";
         if (first == NULL) return user == BY_KERNEL ? "is pageable" : NULL;
         if (user == BY_COPY || first->kind == HOST_ALLOCATED) return NULL;
         if (!(first->flags & CU_MEMHOSTREGISTER_DEVICEMAP)) return "is not mapped for devices";
         return hardware.host_pointers ? NULL : "has another address on the device";
     }
-    for (const u64 end = at + bytes; at < end;) {
-        const struct range* r = find(at);
-        if (r == NULL) return "has no memory: freed, unmapped, or never mapped";
-        if (r->access[device] == CU_MEM_ACCESS_FLAGS_PROT_NONE) return "is not accessible to this device";
-        if ((r->access[device] & (int)access) != (int)access) return "is mapped for reading only";
-        at = r->base + r->size;
-    }
-    return NULL;
+    if (first == NULL || first != last) return "has no memory: freed, unmapped, or never mapped";
+    if (first->access[device] == CU_MEM_ACCESS_FLAGS_PROT_NONE) return "is not accessible to this device";
+    return (first->access[device] & (int)access) == (int)access ? NULL : "is mapped for reading only";
 }
 
 static int usable(u64 at, u64 bytes, enum access access, int device, enum user user) {
@@ -239,14 +223,11 @@ static int usable(u64 at, u64 bytes, enum access access, int device, enum user u
     return why == NULL;
 }
 
-// Where the bytes lie for this driver, and how many of them; NULL: a device address without memory.
-static char* bytes_at(u64 at, u64* bytes) {
+// Where the bytes lie for this driver; NULL: a device address without memory.
+static char* bytes_at(u64 at) {
     if (!is_device(at)) return (char*)at;
     const struct range* r = find(at);
-    if (r == NULL) return NULL;
-    const u64 left = r->base + r->size - at;
-    if (*bytes > left) *bytes = left;
-    return r->memory->bytes + (at - r->base);
+    return r != NULL ? r->memory->bytes + (at - r->base) : NULL;
 }
 
 // ---- streams
@@ -265,24 +246,21 @@ static void pace(struct stream* s, u64 bytes) {
 }
 
 static CUresult move(struct stream* s, u64 to, u64 from, u64 bytes) {
-    for (u64 step; bytes > 0; to += step, from += step, bytes -= step) {
-        step = bytes < SLICE ? bytes : SLICE;
-        pace(s, step);
-        char* target = bytes_at(to, &step);
-        const char* source = bytes_at(from, &step);
-        if (target == NULL || source == NULL) {
-            violation("memory at %#llx went away under a copy", target == NULL ? to : from);
-            return CUDA_ERROR_ILLEGAL_ADDRESS;
-        }
-        memmove(target, source, step);
+    if (bytes == 0) return CUDA_SUCCESS;
+    pace(s, bytes);
+    char *target = bytes_at(to), *source = bytes_at(from);
+    if (target == NULL || source == NULL) {
+        violation("memory at %#llx went away under a copy", target == NULL ? to : from);
+        return CUDA_ERROR_ILLEGAL_ADDRESS;
     }
+    memmove(target, source, bytes);
     return CUDA_SUCCESS;
 }
 
 static CUresult read_words(const struct stream* s, u64 at, u64* words, u64 count) {
     if (at % 8 != 0) return CUDA_ERROR_MISALIGNED_ADDRESS;
     if (!usable(at, 8 * count, READS, s->device, BY_KERNEL)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-    for (u64 i = 0, bytes = 8; i < count; ++i) memcpy(&words[i], bytes_at(at + 8 * i, &bytes), 8);
+    memcpy(words, bytes_at(at), 8 * count);
     return CUDA_SUCCESS;
 }
 
@@ -305,14 +283,6 @@ static CUresult run_kernel(struct stream* s, const struct operation* op) {
     return CUDA_SUCCESS;
 }
 
-static void drop_event(struct event* e) {
-    if (!e->destroyed || e->pending > 0) return;
-    --event_count;
-    free(e);
-}
-
-static int is_ready(const struct operation* op) { return op->what != RECORD || !op->hung || !hanging; }
-
 static void perform(struct stream* s, const struct operation* op) {
     CUresult bad = CUDA_SUCCESS;
     if (op->what == COPY && !sticky) {
@@ -325,9 +295,6 @@ static void perform(struct stream* s, const struct operation* op) {
         op->event->done = op->sequence;
     }
     if (bad) sticky = bad;
-    if (op->event == NULL) return;
-    --op->event->pending;
-    drop_event(op->event);
 }
 
 static void* serve(void* argument) {
@@ -335,7 +302,7 @@ static void* serve(void* argument) {
     LOCKED();
     while (s->first != NULL || !s->ending) {
         struct operation* op = s->first;
-        if (op == NULL || !is_ready(op)) {
+        if (op == NULL || (op->what == RECORD && hanging)) {
             pthread_cond_wait(&s->work, &lock);
         } else if (waiters == 0 && !s->ending && now() < op->enqueued + hardware.delay) {
             wait_until(&s->work, op->enqueued + hardware.delay);
@@ -370,7 +337,6 @@ static struct operation* enqueue(struct stream* s, struct operation made) {
     struct operation* op = malloc(sizeof made);
     *op = made;
     op->enqueued = now();
-    if (op->event != NULL) ++op->event->pending;
     if (s->first == NULL)
         s->first = op;
     else

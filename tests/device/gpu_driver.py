@@ -270,13 +270,18 @@ def _in_time(call: Callable[[], str]) -> tuple[str, float]:
     return told[0] if told else ("no answer within 5 s", 5e3)
 
 
+def _not_to_write() -> tuple[int, U64, int, int]:
+    """Return memory and its handle, where it is mapped for reading, and where no memory is mapped any more."""
+    (at, handle), (gone, other) = mapped(2 * MIB), mapped(2 * MIB)
+    cu.unmap(gone, other)
+    return at, handle, mapped(2 * MIB, fd=cu.export(handle), access=READ)[0], gone
+
+
 def refusals() -> None:
     """Copy where no copy may: the library expects an error at once, and that the context goes on."""
     cu.start()
     on, host, through, line = stream(), pinned(4096), Bytes(4096), "mapped for reading only: the call refuses"
-    (at, handle), (gone, other) = mapped(2 * MIB), mapped(2 * MIB)
-    cu.unmap(gone, other)
-    reading, _ = mapped(2 * MIB, fd=cu.export(handle), access=READ)
+    at, _, reading, gone = _not_to_write()
     through.write(at, np.full(4096, 7, np.uint8))
     ask("a copy of memory mapped for reading", 7, int(through.read(reading, 4096)[9]))
     here = addressof(host)
@@ -290,9 +295,7 @@ def after_error() -> None:
     """Let a kernel write where it may only read; then ask which calls still answer."""
     cu.start()
     on, function, done, host, scratch = stream(), cu.kernel(PTX), event(), pinned(4096), allocated(4096)
-    (at, handle), (gone, other) = mapped(2 * MIB), mapped(2 * MIB)
-    cu.unmap(gone, other)
-    reading, _ = mapped(2 * MIB, fd=cu.export(handle), access=READ)
+    at, handle, reading, gone = _not_to_write()
     cu.launch(function, [at + MIB], [reading], [(0, 0, 4096)], on)
     ask("a kernel reads memory mapped for reading", "SUCCESS", answer("cuStreamSynchronize", on))
     cu.launch(function, [reading], [at + MIB], [(0, 0, 4096)], on)

@@ -115,7 +115,7 @@ class Fake:
         self._library.fakecuda_set_rate(ctypes.c_long(bytes_per_second))
 
     def hang(self, on: bool) -> None:
-        """Let events that are recorded from now on never complete, nor what follows them in their stream; or let go."""
+        """Let no event complete, nor what follows it in its stream; or let go."""
         self._library.fakecuda_hang(int(on))
 
     def state(self) -> State:
