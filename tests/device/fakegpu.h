@@ -159,9 +159,8 @@ static void remove_range(struct range* r) { *r = ranges[--range_count]; }
 static int unlinked_file(u64 size) {
     char path[] = "/var/tmp/fakecuda-XXXXXX";  // in a tmpfs files have seals as memfds do
     const int fd = mkostemp(path, O_CLOEXEC);
-    if (fd < 0) return -1;
     unlink(path);
-    if (ftruncate(fd, (off_t)size) == 0) return fd;
+    if (fd >= 0 && ftruncate(fd, (off_t)size) == 0) return fd;
     close(fd);
     return -1;
 }

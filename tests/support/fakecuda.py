@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -104,7 +105,8 @@ class Fake:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        self._library.fakecuda_alias.restype = ctypes.c_void_p
+        self._alias: Callable[[int], int | None] = self._library.fakecuda_alias
+        self._library.fakecuda_alias.restype, self._library.fakecuda_alias.argtypes = ctypes.c_void_p, [ctypes.c_uint64]
 
     def fail(self, name: str, code: int, *, after: int = 0, times: int = 1) -> None:
         """Let calls of a driver function return an error: ``times`` of them, once ``after`` have gone well."""
@@ -144,10 +146,6 @@ class Fake:
     def has(self, address: int) -> bool:
         """Return True if there is device memory."""
         return self._alias(address) is not None
-
-    def _alias(self, address: int) -> int | None:
-        found: int | None = self._library.fakecuda_alias(ctypes.c_uint64(address))
-        return found
 
     def call(self, function: str, *arguments: object) -> None:
         """Call the driver in a context that is this thread's only now: the library must see to its own.
