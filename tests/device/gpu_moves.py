@@ -45,14 +45,10 @@ class Places:
         self.at |= {name: memory.ctypes.data for name, memory in self._host.items()}
 
     def read(self, name: str, begin: int, nbytes: int) -> NDArray[np.uint8]:
-        memory = self._host.get(name)
-        return self._through.read(self.at[name] + begin, nbytes) if memory is None else memory[begin : begin + nbytes]
+        return self._through.read(self.at[name] + begin, nbytes)
 
     def write(self, name: str, begin: int, content: NDArray[np.uint8]) -> None:
-        if name in self._host:
-            self._host[name][begin : begin + content.nbytes] = content
-        else:
-            self._through.write(self.at[name] + begin, content)
+        self._through.write(self.at[name] + begin, content)
 
     def fill(self, random: np.random.Generator) -> Images:
         """Write random bytes to all places, and return them."""
@@ -64,13 +60,12 @@ class Places:
 
     def moving(self, plan: Plan, dst: str, begin: int, src: str, extent: int, mover: str) -> Callable[[], int]:
         """Return a call that moves a plan between tensors of ``extent`` bytes: from 0 on, and from ``begin`` on."""
+        place = {"pinned": Place(pinned=True), "pageable": Place()}
         to, of = (
             Tensors(
-                np.array([self.at[name] + first + i * extent for i in range(plan.count)], np.uint64),
+                np.uint64(self.at[name] + first) + np.arange(plan.count, dtype=np.uint64) * np.uint64(extent),
                 extent,
-                place=Place(device=0, mover=MOVERS[mover])
-                if name not in self._host
-                else Place(pinned=name == "pinned"),
+                place=place.get(name, Place(device=0, mover=MOVERS[mover])),
             )
             for name, first in ((dst, begin), (src, 0))
         )
