@@ -207,6 +207,7 @@ def _pinning() -> None:
     ask("cuMemHostRegister of a memfd", "SUCCESS", got)
     tell(note="ms to pin its 256 MiB", value=spent)
     ask("cuMemHostRegister of the same", "HOST_MEMORY_ALREADY_REGISTERED", register())
+    cu.call("cuMemHostUnregister", c_void_p(addressof(memory)))  # its addresses may soon be another memory's
 
 
 def _order() -> None:
