@@ -613,6 +613,13 @@ void fakecuda_fail(const char* name, CUresult code, long after, long times) {
     add_failure(name, code, after, times);
 }
 
+// Calls work again, also after an error that no driver recovers from.
+void fakecuda_heal(void) {
+    LOCKED();
+    failure_count = 0;
+    sticky = CUDA_SUCCESS;
+}
+
 void fakecuda_set_rate(long bytes_per_second) {
     LOCKED();
     hardware.rate = (u64)bytes_per_second;

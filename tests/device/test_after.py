@@ -49,7 +49,7 @@ def driver() -> Iterator[Any]:
     try:
         yield cu
     finally:
-        cu.call("cuCtxSetCurrent", None)
+        cu.call("cuCtxPopCurrent_v2", cu.byref(cu.c_void_p()))
 
 
 class Engine:

@@ -152,18 +152,6 @@ def test_a_kernel_that_touches_what_it_cannot_ends_all_work(to: str, why: str) -
     assert (left.sticky, [why in text for text in left.violations]) == (700, [True])
 
 
-def test_a_rate_lets_others_see_half_of_a_copy() -> None:
-    program = """
-        (at, _), n = mapped(32 * MIB), 32 * MIB; view = fake.view(at, n); view[:] = 0; fake.set_rate(16 * MIB)
-        copy(at, pinned(n, b"1" * n), n, s); call("cuEventRecord", e, s)
-        while not view[0]: pass
-        assert not view[-1] and code("cuEventQuery", e) == 600
-        fake.set_rate(0); wait(s)
-        assert view.min() == ord("1") and code("cuEventQuery", e) == 0
-    """
-    run(program, delay_us=0)
-
-
 def test_a_device_that_hangs_completes_no_event_until_it_is_let_go() -> None:
     program = """
         view = fake.view(at, 8); fake.hang(True)

@@ -112,6 +112,10 @@ class Fake:
         """Let calls of a driver function return an error: ``times`` of them, once ``after`` have gone well."""
         self._library.fakecuda_fail(name.encode(), code, ctypes.c_long(after), ctypes.c_long(times))
 
+    def heal(self) -> None:
+        """Let all calls work again, also after an error that no driver recovers from."""
+        self._library.fakecuda_heal()
+
     def set_rate(self, bytes_per_second: int) -> None:
         """Set the rate at which each stream moves bytes; 0: as fast as the host."""
         self._library.fakecuda_set_rate(ctypes.c_long(bytes_per_second))
