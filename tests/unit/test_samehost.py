@@ -123,7 +123,7 @@ class Stage:
 
     def close(self) -> None:
         self.listener.close()
-        self.offer.take_page().retire()
+        self.offer.__exit__()
         close_exports(self.theirs)
         close_exports(self.ours)
 

@@ -82,7 +82,7 @@ def test_a_segment_is_zero_sealed_and_not_even_its_owner_can_resize_it(peers_may
 @pytest.mark.parametrize("mode", [os.O_RDWR, os.O_RDONLY])
 def test_a_user_who_was_given_a_descriptor_for_reading_opens_the_memory_no_second_time(mode: int) -> None:
     """What it was given still maps, for reading; that of a page to write in maps for both."""
-    with new(peers_may_write=True) as segment, open(segment.open_for_reading(), "rb") as passed:
+    with new(peers_may_write=True) as segment, open(segment.open_for_peer(writable=False), "rb") as passed:
         assert stat.S_IMODE(os.fstat(segment.fd).st_mode) == 0o600
         script = (
             "import mmap, os, sys; fd, both, mode = map(int, sys.argv[1:]); os.setuid(54321)\n"
@@ -301,7 +301,7 @@ def test_all_of_it_is_huge_zero_and_sealed_and_a_peer_maps_it_as_such(prefault: 
         assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & seals == seals
         with pytest.raises(ProtocolError, match="not permitted"):
             SharedSegment.attach(os.dup(segment.fd), nbytes, writable=True)
-        with SharedSegment.attach(segment.open_for_reading(), nbytes, writable=False) as peer:
+        with SharedSegment.attach(segment.open_for_peer(writable=False), nbytes, writable=False) as peer:
             segment.view()[HUGE - 1 :: HUGE] = 7
             assert peer.view()[HUGE - 1 :: HUGE].tolist() == [7] * 35
             assert int(peer.view().sum()) == 7 * 35

@@ -59,8 +59,8 @@ class DeviceSegment(Segment):
             os.close(fd)
         return cls("peer", memory, nbytes, device.place, uuid, writable=writable)
 
-    def open_descriptor(self) -> int:
-        """Return a descriptor for one peer, which the caller closes."""
+    def open_for_peer(self, *, writable: bool) -> int:
+        """Return a descriptor as :class:`Segment` says, but none of a GPU can only read."""
         return self.keep().export_fd()
 
     def keep(self) -> DeviceMemory:

@@ -78,6 +78,10 @@ class Segment:
         """Return an object that keeps the memory mapped."""
         return self.view()
 
+    def open_for_peer(self, *, writable: bool) -> int:
+        """Return a descriptor for one peer, which the caller closes; it can only read unless the peer may write."""
+        raise LLMException(f"segment {self.name!r} has no descriptor")
+
     def close(self) -> None:
         """Drop the memory, which the last array over it unmaps. Idempotent."""
         self._memory = None
@@ -171,8 +175,10 @@ class SharedSegment(Segment):
         """True if only the owner's mapping can write."""
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE)
 
-    def open_for_reading(self) -> int:
-        """Return a read-only descriptor, which the caller closes. OSError without ``/proc``."""
+    def open_for_peer(self, *, writable: bool) -> int:
+        """Return a descriptor as :class:`Segment` says; a seal does for reading. OSError: none left, no ``/proc``."""
+        if writable or self.sealed:
+            return os.dup(self.fd)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close_descriptor(self) -> None:

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Self
 import msgspec
 
 from llm_datadist._checks import clean
-from llm_datadist._memory.cuda import DeviceSegment
 from llm_datadist._memory.exports import ADDRESS_SPACE, Exports, RegionDescriptor
-from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import close_elsewhere, closing
 from llm_datadist.errors import LinkRefused, LLMException, ProtocolError
 
@@ -160,16 +158,13 @@ def send_packet(sock: socket.socket, value: RendezvousHello | Refusal, fds: list
 class MemoryOffer(AbstractContextManager["MemoryOffer"]):
     """Offer to one peer: a hello and its descriptors, all of memfds or of memory of a GPU.
 
-    Owns: the page for the peer's write intents until it is taken, and descriptors that can only read.
+    Owns: the page for the peer's write intents until it is taken, and the descriptors of the pools.
     Threads: one.
     Errors: LinkRefused without memory or descriptors left, or during finalize.
     """
 
     def __init__(self, exports: Exports, token: bytes) -> None:
-        kinds = SharedSegment, DeviceSegment
-        shared = {region: segment for region, segment in exports.regions.items() if isinstance(segment, kinds)}
-        regions = [described for described in exports.descriptors() if described.region in shared]
-        guards = exports.guards
+        regions, guards = exports.descriptors(), exports.guards
         self.device = exports.device
         try:
             page = exports.writers.open()
@@ -180,17 +175,16 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
         assert memory is not None
         self._opened: list[int] = []
         self.kept = ""  # pools in a GPU that are not offered, and why
-        pools = []
         for described in list(regions):
-            segment = shared[described.region]
+            segment = exports.regions[described.region]
             try:
-                pools.append(self._descriptor(segment, exports.writable))
+                self._opened.append(segment.open_for_peer(writable=exports.writable))
             except LLMException as error:  # the GPU has failed, or hands out no descriptors: peers use data lanes
                 regions.remove(described)
                 self.kept = f"; pool {segment.name} is offered to no peer: {error}: by data lanes"
             except OSError as error:
                 self.__exit__()
-                raise LinkRefused(f"no descriptor by which this peer can only read: {error}") from error
+                raise LinkRefused(f"no descriptor for this peer: {error}") from error
         self.has_devices = any(each.device for each in regions)
         table, version = guards.segment, WITH_DEVICES if self.has_devices else VERSION
         self.hello = RendezvousHello(version, token, exports.incarnation, guards.cookie, table.nbytes, regions)
@@ -199,16 +193,7 @@ class MemoryOffer(AbstractContextManager["MemoryOffer"]):
             self.hello = msgspec.structs.replace(
                 self.hello, cookie_address=table.address, canaries=(first.address, second.address)
             )
-        self.fds = [table.fd, memory.fd, *pools]
-
-    def _descriptor(self, segment: SharedSegment | DeviceSegment, writable: bool) -> int:
-        """Return a descriptor that can only read unless the peer may write; no descriptor of a GPU is such."""
-        if isinstance(segment, SharedSegment) and (writable or segment.sealed):
-            return segment.fd
-        self._opened.append(
-            segment.open_for_reading() if isinstance(segment, SharedSegment) else segment.open_descriptor()
-        )
-        return self._opened[-1]
+        self.fds = [table.fd, memory.fd, *self._opened]
 
     def send(self, sock: socket.socket, *, shut_out: bool = False) -> None:
         send_packet(sock, msgspec.structs.replace(self.hello, shut_out=shut_out), self.fds)
