@@ -149,6 +149,7 @@ def forked(world: World, properly: bool) -> int:
     return child
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("family", "properly", "timeout"),
     [("shm", True, "600"), ("shm", False, "600"), ("tcp", False, "1.5")],
@@ -197,6 +198,7 @@ def test_i3_a_restarted_prompt_links_without_an_unlink(socket_folder: Path, fami
     alone(prompt)
 
 
+@pytest.mark.gpu
 @BOTH_TRANSPORTS
 def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_seen(family: Family) -> None:
     """The old process is only stopped: no end of stream, no pidfd tells anything."""
@@ -220,6 +222,7 @@ def test_r22_i3_a_restarted_peer_takes_the_place_of_one_whose_end_has_not_been_s
         prompt = second
 
 
+@pytest.mark.gpu
 @BOTH_TRANSPORTS
 def test_r22_a_process_that_comes_back_late_takes_the_place_of_no_other_even_of_one_that_is_silent(
     family: Family,
@@ -298,6 +301,7 @@ def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: 
     assert decoder.do(link, [info(cluster_id, prompt.port)]) == SUCCESS
 
 
+@pytest.mark.gpu
 def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family: Family) -> None:
     prompt, decoder = two(family, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "30"})
     source, target = caches(prompt, decoder)
@@ -317,6 +321,7 @@ def test_r22_a_silent_peer_is_suspect_and_usable_until_it_is_heard_again(family:
     unchanged(prompt, source)
 
 
+@pytest.mark.gpu
 @BOTH_TRANSPORTS
 def test_r22_a_peer_that_misses_its_beats_counts_as_dead_and_can_be_linked_when_it_goes_on(family: Family) -> None:
     prompt, decoder = two(family, sync_kv_timeout=LONG_MS, extra={"llm.PeerTimeout": "2"})
@@ -367,6 +372,7 @@ def comes_back(pair: Pair, was: int) -> None:
     wait_until(lambda: redials_no_more(pair.decoder))
 
 
+@pytest.mark.gpu
 def test_a_lost_link_comes_back_by_itself_and_an_explicit_link_after_that_succeeds_once(pair: Pair) -> None:
     linking.start_both(pair.prompt, pair.decoder, pair.transport)
     prompt, decoder = pair.prompt, pair.decoder
@@ -544,6 +550,7 @@ def test_a_link_that_the_peer_gave_up_does_not_come_back_by_itself(shm_pair: Pai
     shm_pair.link()
 
 
+@pytest.mark.gpu
 def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pair: Pair) -> None:
     pair = tcp_pair
     pair.start()
@@ -563,6 +570,7 @@ def test_a_redial_in_a_storm_of_losses_links_and_unlinks_leaves_one_truth(tcp_pa
     bytes_move_both_ways(pair.prompt, pair.decoder)
 
 
+@pytest.mark.gpu
 def test_a_forked_child_redials_nothing_and_its_parent_goes_on(family: Family) -> None:
     prompt, forker = two(family)
     with frozen(prompt):
