@@ -47,7 +47,7 @@ def _reached(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     scene = params.get("scene")  # (transport, remote access, memory of a GPU)
     on_gpu = params.get("gpu") is True or (isinstance(scene, tuple) and len(scene) == 3 and scene[2] is True)
-    return not on_gpu or not (params.get("pair") == "cma" or NIXL_VARIABLE in os.environ)
+    return not on_gpu or not ("cma" in (params.get("pair"), params.get("linked")) or NIXL_VARIABLE in os.environ)
 
 
 #: Folders whose tests take long, or wait, one after the other: they come first, so that no worker is left with them.

@@ -483,6 +483,7 @@ def pull(world: World, row: int, layers: int = 2) -> None:
     call(world, "pull_cache", ROW_KEY, Use("kv"), row, src_layer_range=range(layers), dst_layer_range=range(layers))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("mapped", [False, True], ids=["a first answer", "places that were mapped before"])
 def test_rule_10_r29_a_lie_is_a_typed_error_that_moves_nothing_and_gives_its_pin_back(
     local_pair: Pair, mapped: bool

@@ -16,7 +16,10 @@ from tests.support.memory import desc, refused
 from tests.support.moves import moved, same_bytes
 from tests.support.world import World, fill, read
 
-pytestmark = pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache")
+pytestmark = [
+    pytest.mark.covers("CacheDesc: batch_size placement", "CacheManager: copy_blocks copy_cache"),
+    pytest.mark.gpu,
+]
 
 ROW = 64  # bytes of a row of desc()
 GONE = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

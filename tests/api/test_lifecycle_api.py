@@ -452,10 +452,11 @@ def test_a_foreign_or_stale_handle_is_refused(
     assert not memory.any()
 
 
-def test_a_cache_over_user_memory_swaps_with_every_instance(worlds: tuple[World, World]) -> None:
+@pytest.mark.gpu
+def test_a_cache_over_user_memory_swaps_with_every_instance(gpu: bool, worlds: tuple[World, World]) -> None:
     cpu: Cache | None = None
     for number, world in enumerate(worlds):
-        world.start("DECODER", 2 + number, make_config())
+        world.start("DECODER", 2 + number, make_config(gpu=gpu))
         source = make(world, "blocks", CACHES["blocks"], 7 + number)
         cpu = cpu or cpu_cache(world, "cpu", CACHES["host"].desc)
         world.cm.swap_blocks(world.caches["blocks"], cpu, {3: 5})

@@ -191,6 +191,7 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
 
 
 # --- no pool ----------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
 @pytest.mark.parametrize("missing", Placement)
 @pytest.mark.parametrize("both", [False, True])
 def test_r12_without_a_pool_allocation_names_the_missing_option(end: LocalEnd, missing: Placement, both: bool) -> None:
@@ -344,6 +345,7 @@ def test_r16_all_placements_and_registered_memory_in_a_pool_move_also_at_odd_pla
 
 
 # --- registered memory ------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
 @RCA
 def test_registered_non_pool_memory_of_another_process_is_refused_with_what_to_do(shm_pair: Pair, rca: bool) -> None:
     pair = shm_pair

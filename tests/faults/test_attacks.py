@@ -155,6 +155,7 @@ def test_attack_poc8_a_release_over_lanes_consumes_nothing_that_was_not_sent(tcp
     assert prompt.do(picture).pins == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("allowed", [False, True])
 def test_attack_t1_a_guessed_address_is_written_only_where_the_owner_allows_it_and_the_log_says_so_once(
     end: LocalEnd, caplog: pytest.LogCaptureFixture, allowed: bool

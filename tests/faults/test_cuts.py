@@ -32,7 +32,7 @@ OVER_TCP = pytest.mark.parametrize("relayed", ["tcp"], indirect=True)
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def relayed(request: pytest.FixtureRequest) -> Iterator[Relayed]:
+def relayed(request: pytest.FixtureRequest, gpu: bool) -> Iterator[Relayed]:
     """Afterwards both link directly, every byte moves, and nothing of the harmed link is left."""
     pair: Pair = request.getfixturevalue(f"{request.param}_pair")
     extra = {"llm.PeerTimeout": "3"}
@@ -171,6 +171,7 @@ def pull_a_row(relayed: Relayed, source: Any) -> BaseException | None:
     return error
 
 
+@pytest.mark.gpu
 @OVER_TCP
 @pytest.mark.parametrize(
     ("harm", "direction", "at"),
@@ -196,6 +197,7 @@ def test_lanes_that_are_harmed_fail_a_transfer_or_are_made_again_and_the_link_st
     assert relayed.decoder.do(links) == {1: "ready"}
 
 
+@pytest.mark.gpu
 @OVER_TCP
 @pytest.mark.parametrize("puller", ["decoder", "prompt"])
 def test_attack_poc6_lanes_that_a_network_has_forgotten_cost_one_call(relayed: Relayed, puller: str) -> None:
@@ -222,6 +224,7 @@ def test_attack_poc6_lanes_that_a_network_has_forgotten_cost_one_call(relayed: R
     assert relayed.decoder.do(links) == {1: "ready"}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("rebound", [False, True], ids=["the key still leads there", "the key leads elsewhere"])
 def test_a_push_whose_lanes_break_in_the_middle_is_repeated_into_the_cache_it_was_going_to_or_not_at_all(
     tcp_pair: Pair, tmp_path: Path, rebound: bool
@@ -251,6 +254,7 @@ def test_a_push_whose_lanes_break_in_the_middle_is_repeated_into_the_cache_it_wa
         assert decoder.do(links) == {1: "ready"}
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("again", [False, True], ids=["alone", "a later push"])
 def test_a_push_that_was_given_up_writes_nothing_once_the_owner_has_been_told(tcp_pair: Pair, again: bool) -> None:
     """What the network still holds of it arrives after the owner was told, or after a later push has succeeded.

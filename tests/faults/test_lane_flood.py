@@ -23,6 +23,7 @@ from tests.support.world import anonymous_bytes, residue, settled
 
 REQUESTS: Final = 10_000
 BOUND: Final = 64 << 20
+pytestmark = pytest.mark.gpu
 KEY: Final = BlocksCacheKey(1, 3)
 STRIDE: Final = 2 << 20
 #: As native/lane.hpp and native/wire.hpp have it.

@@ -34,7 +34,7 @@ _fresh = itertools.count(1000)
 
 
 @pytest.fixture
-def linked(request: pytest.FixtureRequest) -> Pair:
+def linked(request: pytest.FixtureRequest, gpu: bool) -> Pair:
     """Two linked ends, which have a source by blocks and a target; nothing may be left afterwards."""
     pair: Pair = request.getfixturevalue("tcp_pair" if request.param == "tcp" else "shm_pair")
     pair.start(extra={"llm.Transport": request.param}, sync_kv_timeout=2_000)
@@ -104,13 +104,13 @@ def _pulled(pair: Pair) -> bool:
 # --- init -------------------------------------------------------------------------------------------------------------
 
 
-def init_with(world: World, limit: Any, free: int, v1: bool = False) -> str:
+def init_with(world: World, limit: Any, free: int, v1: bool = False, gpu: bool = False) -> str:
     """Return what init under a limit came to, "" for success: nothing may be left, and without the limit it succeeds.
 
     ``v1``: for that interface, whose modules nobody has imported yet.
     """
     before = baseline(world)
-    settings = {"enable_cache_manager": None, "host_mem_pool_cfg": None} if v1 else {}
+    settings = {"enable_cache_manager": None, "host_mem_pool_cfg": None} if v1 else {"gpu": gpu}
     options, world.dd = make_config(listen_ip_info="127.0.0.1:0", **settings), LLMDataDist(LLMRole.PROMPT, 1)
     for name in ("llm_datadist.kv_cache_manager", "llm_datadist._transfer.v1") if v1 else ():
         sys.modules.pop(name, None)
@@ -139,9 +139,14 @@ def init_with(world: World, limit: Any, free: int, v1: bool = False) -> str:
     ],
     ids=["descriptors", "threads", "memory"],
 )
-def test_init_at_a_limit_fails_with_a_code_and_leaves_nothing(limit: Any, steps: range, code: str) -> None:
+@pytest.mark.gpu
+def test_init_at_a_limit_fails_with_a_code_and_leaves_nothing(gpu: bool, limit: Any, steps: range, code: str) -> None:
     with closing(ChildEnd("limited")) as end:
-        outcomes = [end.do(init_with, limit, free).partition(":")[0] for free in steps]
+        end.gpu = gpu
+        if gpu:  # a process that has met the driver
+            end.start("MIX", 1)
+            end.stop()
+        outcomes = [end.do(init_with, limit, free, False, gpu).partition(":")[0] for free in steps]
     assert (outcomes[0] != "", outcomes[-1]) == (True, "")
     assert {code} <= set(outcomes) - {""} <= {"LLM_FAILED", "LLM_OUT_OF_MEMORY"}
 
@@ -184,6 +189,7 @@ def test_the_first_init_of_a_process_with_little_memory_left_fails_with_a_code()
 # --- links and pulls --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 @TRANSPORTS
 @SIDES
 @pytest.mark.parametrize(
@@ -217,6 +223,7 @@ def test_attack_poc4_a_link_at_a_limit_fails_with_a_code_and_leaves_nothing_half
     bytes_move_both_ways(prompt, decoder)
 
 
+@pytest.mark.gpu
 @TRANSPORTS
 @SIDES
 def test_pulls_need_no_descriptor_and_without_address_space_succeed_or_fail_with_a_code(
@@ -247,6 +254,7 @@ def lose_lanes(world: World, peer: int) -> None:
             each.recovery.drop()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("linked", ["tcp"], indirect=True)
 @SIDES
 @pytest.mark.parametrize("free", [0, 1, 2])
@@ -296,6 +304,7 @@ def await_nothing(world: World) -> None:
     asyncio.run(world.cm.copy_cache_async(row, row, 0, 0))
 
 
+@pytest.mark.gpu
 @TRANSPORTS
 def test_without_threads_calls_that_need_one_fail_and_are_never_done_later(linked: Pair) -> None:
     decoder = linked.decoder
@@ -316,10 +325,14 @@ def test_without_threads_calls_that_need_one_fail_and_are_never_done_later(linke
     assert decoder.do(unlink, clusters[:1]) == SUCCESS
     _, codes = decoder.do(within, *NO_THREAD, link, clusters)
     assert codes == [LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_LINK_FAILED]
+    if decoder.gpu:  # a thread maps the memory of the peer's
+        assert decoder.do(unlink, clusters[:1]) == SUCCESS
+        linked.link()
     pulls_well(linked, 1)
     bytes_move_both_ways(linked.prompt, decoder)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("named", ["", "llm-datadist"])
 def test_without_a_thread_that_digests_one_pull_fails_and_the_next_ones_succeed(shm_pair: Pair, named: str) -> None:
     shm_pair.start(extra={"llm.Checksum": "1"})
@@ -356,6 +369,7 @@ def no_memory_at(step: int | str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.gpu
 @TRANSPORTS
 def test_a_caller_without_memory_at_any_step_gets_a_code_and_the_next_call_succeeds(linked: Pair) -> None:
     kinds: list[type[BaseException]] = []
@@ -378,6 +392,7 @@ def test_a_caller_without_memory_at_any_step_gets_a_code_and_the_next_call_succe
     bytes_move_both_ways(linked.prompt, linked.decoder)
 
 
+@pytest.mark.gpu
 @TRANSPORTS
 @pytest.mark.parametrize("step", ["handle", "handled", "sent"])
 def test_an_owner_without_memory_costs_the_link_at_most(linked: Pair, step: str) -> None:
@@ -391,6 +406,7 @@ def test_an_owner_without_memory_costs_the_link_at_most(linked: Pair, step: str)
     bytes_move_both_ways(linked.prompt, linked.decoder)
 
 
+@pytest.mark.gpu
 def test_allocating_and_registering_without_memory_fail_with_a_code_and_take_nothing(end: LocalEnd) -> None:
     end.start("PROMPT", 1)
     cm = end.world.cm

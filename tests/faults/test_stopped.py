@@ -62,8 +62,9 @@ def stop_at(world: World, owner: type, method: str, after: bool, folder: Path) -
 
 
 @pytest.fixture
-def victim() -> Iterator[ChildEnd]:
+def victim(gpu: bool) -> Iterator[ChildEnd]:
     child = ChildEnd("victim")
+    child.gpu = gpu
     yield child
     child.kill()
 
@@ -161,6 +162,7 @@ def start(owner: End, sender: End, transport: str, **settings: Any) -> Any:
     return owner.do(make, "kv", KV, 1)
 
 
+@pytest.mark.gpu
 @OVER_BOTH
 @pytest.mark.parametrize("after", [False, True], ids=["not asked", "told"])
 def test_r22_the_sender_is_killed_and_nothing_of_its_leave_is_left(
@@ -193,6 +195,7 @@ def be_patient(world: World) -> None:
     engine.options = replace(engine.options, sync_kv_timeout_ms=60_000)
 
 
+@pytest.mark.gpu
 @OVER_BOTH
 @pytest.mark.parametrize("after", [False, True], ids=["asked", "answered"])
 @pytest.mark.parametrize("killed", [False, True], ids=["stands still", "is killed"])
