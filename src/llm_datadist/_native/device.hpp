@@ -174,7 +174,7 @@ public:
 
     class Lease;
 
-    static bool await(std::int64_t tag, std::int64_t until_ns);
+    static const Device* await(std::int64_t tag, std::int64_t until_ns);
 
 private:
     static constexpr int most = 64;
@@ -496,20 +496,20 @@ inline void Device::take_ended() noexcept {
     }
 }
 
-// Waits for the end of all work of ended leases with that tag; false if it has not come until then.
-inline bool Device::await(std::int64_t tag, std::int64_t until_ns) {
+// Waits for the end of all work of ended leases with that tag; returns the device of which it has not come until then.
+inline const Device* Device::await(std::int64_t tag, std::int64_t until_ns) {
     for (auto& slot : all()) {
         Device* const device = slot.load(std::memory_order_acquire);
         if (device == nullptr || device->owner_ != ::getpid()) continue;
         for (int turn = 0; device->ending(tag); ++turn) {
-            if (monotonic_ns() >= until_ns) return false;
+            if (monotonic_ns() >= until_ns) return device;
             if (turn < 64)
                 std::this_thread::yield();
             else
                 std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
     }
-    return true;
+    return nullptr;
 }
 
 inline bool Device::ending(std::int64_t tag) {

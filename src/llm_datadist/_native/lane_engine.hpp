@@ -186,12 +186,11 @@ public:
     // Ends all use of the tag's memory before it returns. Throws DeviceError if a device does not end its use. Guards must
     // stop later replies.
     void quiesce(std::int64_t tag) {
-        const auto body = usable_body();
-        if (!body) return;
-        for (auto& thread : body->threads)
-            thread->post_and_wait([tag](LaneThread& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
-        if (!Device::await(tag, monotonic_ns() + longest_quiesce_ns))
-            throw DeviceError(DeviceError::unfinished, "a device does not answer: a copy for a peer does not end");
+        if (const auto body = usable_body())  // else the threads have ended, but not what a device copies for them
+            for (auto& thread : body->threads)
+                thread->post_and_wait([tag](LaneThread& on) { on.with_all([tag](Lane& lane) { lane.quiesce(tag); }); });
+        if (const Device* const stuck = Device::await(tag, monotonic_ns() + longest_quiesce_ns))
+            throw DeviceError(DeviceError::unfinished, text(stuck->name(), ": a copy for a peer does not end"));
     }
 
 private:
@@ -209,10 +208,13 @@ private:
 
     // The end of a job, once no copy of a device touches its memory; another one if a copy does not end.
     static Outcome after_device(std::uint64_t id, const Started& started, Outcome outcome) {
-        if (!started.on_device || Device::await(tag_of(id), monotonic_ns() + Device::patience_ns())) return outcome;
+        if (!started.on_device) return outcome;
+        const Device* const stuck = Device::await(tag_of(id), monotonic_ns() + Device::patience_ns());
+        if (stuck == nullptr) return outcome;
+        constexpr auto why = "it does not answer: a copy that it has begun does not end";
+        stuck->fail(DeviceError::unfinished, why);
         constexpr auto never = static_cast<std::uint32_t>(DeviceError::unfinished);
-        return {Ending::device, never, outcome.bytes,
-                "the device does not answer: a copy that it has begun does not end"};
+        return {Ending::device, never, outcome.bytes, text(stuck->name(), ": ", why)};
     }
 
     // Everything with a thread or a descriptor. Running calls keep it alive; a forked child never destroys it.
