@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL, RegionDescriptor
-from llm_datadist._native import Tensors
+from llm_datadist._native import USER, Tensors
 from llm_datadist._transport import lanes as wire
 from llm_datadist._transport.connection import RemoteTensors
 from llm_datadist._transport.moves import MoveReply, MoveRequest
@@ -50,7 +50,8 @@ class MemoryHandler:
             raise ParamError("this peer may not be written")
         regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
         bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
-        return MoveReply(Tensors(np.array(bases, np.uint64), request.extent), self.guards)
+        place = USER if NON_POOL in regions else self._peer.device.place
+        return MoveReply(Tensors(np.array(bases, np.uint64), request.extent, place=place), self.guards)
 
     def _base(self, region: int, offset: int, extent: int) -> int:
         start = self._peer.address(region)
@@ -127,7 +128,7 @@ class OwnerChild(PeerChild):
         self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
 
 
-class _LaneChild(OwnerChild):
+class LaneChild(OwnerChild):
     own = ("hold", "quiesce", "listen")
 
     def _serve(self, writable: bool, private: bool) -> None:
@@ -145,6 +146,7 @@ class _LaneChild(OwnerChild):
     def _stop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._lanes.close()
+        self._quiesce()  # before the memory goes
         self._server.close()
         super()._stop()
 
@@ -177,4 +179,4 @@ class _LaneChild(OwnerChild):
 
 
 if __name__ == "__main__":
-    child_main(int(sys.argv[1]), _LaneChild)
+    child_main(int(sys.argv[1]), LaneChild)

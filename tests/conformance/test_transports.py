@@ -18,6 +18,7 @@ from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, Pr
 from llm_datadist.testing import LocalPeer, Peer, PeerProcess, TransportConformance
 from llm_datadist.testing.conformance import ProcessConformance, ServedConformance
 from llm_datadist.testing.scene import one_row, tensors_over, unchanged
+from tests.conformance.gpu import GpuLanes, GpuPeer, GpuProcess
 
 
 class TestInproc(TransportConformance):
@@ -61,6 +62,23 @@ class TestTcp(ServedConformance):
     @staticmethod
     def start() -> LanePeerProcess:
         return LanePeerProcess()
+
+
+class TestInprocOnGpu(TransportConformance):
+    def open_peer(self, *, writable: bool) -> AbstractContextManager[Peer]:
+        return GpuPeer(writable=writable)
+
+
+class TestShmOnGpu(ProcessConformance):
+    @staticmethod
+    def start() -> PeerProcess:
+        return GpuProcess()
+
+
+class TestTcpOnGpu(TestTcp):
+    @staticmethod
+    def start() -> LanePeerProcess:
+        return GpuLanes()
 
 
 def test_a_finalised_peer_is_lost_and_its_memory_stays_until_the_connection_closes() -> None:

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._transport import instances
 from llm_datadist._transport.inproc import InprocConnection
 from llm_datadist._transport.peer_memory import PeerMemory
@@ -99,8 +99,10 @@ class LocalPeer(Peer):
         private: True to keep regions 1 and 2 in non-pool memory.
     """
 
+    device: Device = HostDevice()  # of the regions
+
     def __init__(self, *, writable: bool, private: bool = False) -> None:
-        self.exports = new_exports(writable=writable)
+        self.exports = new_exports(writable=writable, device=self.device)
         sizes = {NON_POOL: NON_POOL_BYTES} | (REGION_BYTES if private else {})
         self._private = {region: np.zeros(nbytes, np.uint8) for region, nbytes in sizes.items()}
         instances.register(self.exports)
@@ -115,7 +117,8 @@ class LocalPeer(Peer):
         return self._bytes(region).copy()
 
     def address(self, region: int) -> int:
-        return self._bytes(region).ctypes.data
+        own = self._private.get(region)
+        return self.exports.regions[region].address if own is None else own.ctypes.data
 
     def guard(self) -> tuple[int, int]:
         guard = self.exports.guards.allocate()
@@ -145,11 +148,12 @@ class PeerProcess(Peer):
 
     module: ClassVar[str] = __name__
     """Module that the child runs."""
+    device: Device = HostDevice()  # by which this side maps the regions
 
     def __init__(self, open_connection: Callable[[PeerMemory], Connection], *, private: bool = False) -> None:
         self._open_connection = open_connection
         self._private = private
-        self._exports = new_exports(writable=False)
+        self._exports = new_exports(writable=False, device=self.device)
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", self.module, str(theirs.fileno())]
@@ -215,6 +219,8 @@ class PeerProcess(Peer):
 class PeerChild:
     """The child's side. Threads: the main one obeys commands, another runs the listener's loop."""
 
+    peer: ClassVar[type[LocalPeer]] = LocalPeer
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._peer: LocalPeer
@@ -233,7 +239,7 @@ class PeerChild:
         self._peer.poke(region, np.frombuffer(data, np.uint8))
 
     def _serve(self, writable: bool, private: bool) -> None:
-        self._peer = LocalPeer(writable=writable, private=private)
+        self._peer = self.peer(writable=writable, private=private)
         self._listener = SameHostListener(self._peer.exports, None)
         self._loop.call_soon_threadsafe(self._listener.start, self._loop)
 
@@ -248,13 +254,14 @@ class PeerChild:
         return self._listener.name
 
 
-def new_exports(*, writable: bool) -> Exports:
-    """Return exports with zeroed regions of :data:`REGION_BYTES`."""
+def new_exports(*, writable: bool, device: Device = HostDevice()) -> Exports:  # noqa: B008 (it has no state)
+    """Return exports with regions of :data:`REGION_BYTES`; of the host they are zeroed."""
     regions = {
-        region: SharedSegment.create(f"pool-{region}", nbytes, peers_may_write=writable)
+        region: device.allocate(nbytes, f"pool-{region}", peers_may_write=writable, prefault=False)
         for region, nbytes in REGION_BYTES.items()
     }
-    return Exports(secrets.token_bytes(16), regions, GuardTable(_SLOTS), writable)
+    gpu = device if device.ordinal >= 0 else None
+    return Exports(secrets.token_bytes(16), regions, GuardTable(_SLOTS), writable, device=gpu)
 
 
 def close_exports(exports: Exports) -> None:

@@ -1,0 +1,74 @@
+"""Peers whose regions are memory of a GPU, of the fake driver; run as a module this file is the child."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from faults.lanepeer import LaneChild, LanePeerProcess
+from llm_datadist._memory.cuda import CudaDevice
+from llm_datadist._memory.device import Device
+from llm_datadist._native import NO_DEADLINE, Tensors, execute
+from llm_datadist._transport.shm import ShmConnection
+from llm_datadist.testing import LocalPeer, PeerProcess
+from llm_datadist.testing.peers import REGION_BYTES, child_main
+from llm_datadist.testing.scene import one_row, tensors_over
+from tests.support import fakecuda
+from tests.support.moves import wait_until
+
+
+def gpu() -> Device:
+    """Return the device, which has made a copy: the first one begins a thread that stays."""
+    try:
+        fake = fakecuda.load()
+    except fakecuda.Unsupported as error:
+        pytest.skip(str(error))
+    device, address = CudaDevice(0), fake.allocate(8)
+    there = Tensors(np.array([address], np.uint64), 8, place=device.place)
+    execute(one_row(8), there.native, tensors_over(np.zeros(8, np.uint8)).native, None, NO_DEADLINE)
+    fake.free(address)
+    return device
+
+
+class GpuPeer(LocalPeer):
+    """In this process."""
+
+    def __init__(self, **how: Any) -> None:
+        self.device = gpu()
+        super().__init__(**how)
+        for region in REGION_BYTES:
+            self._bytes(region)[:] = 0
+
+    def _bytes(self, region: int) -> NDArray[np.uint8]:
+        if region in self._private:
+            return super()._bytes(region)
+        segment = self.exports.regions[region]
+        return fakecuda.load().view(segment.address, segment.nbytes, segment.keep())
+
+
+class GpuProcess(PeerProcess):
+    """Whose memory this process maps."""
+
+    module = __name__
+
+    def __init__(self) -> None:
+        self.device = gpu()
+        super().__init__(ShmConnection)
+
+
+class GpuLanes(LanePeerProcess):
+    module = __name__
+
+
+class GpuChild(LaneChild):
+    peer = GpuPeer
+
+    def _stop(self) -> None:
+        super()._stop()
+        wait_until(lambda: fakecuda.complaints_here() == [])  # a thread unmaps
+
+
+if __name__ == "__main__":
+    child_main(int(sys.argv[1]), GpuChild)
