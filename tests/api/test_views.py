@@ -1,7 +1,12 @@
 """tensor_views and torch_views: arrays over a cache's own memory, and how long they live."""
 
+from __future__ import annotations
+
 import itertools
+import sys
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +14,9 @@ import pytest
 from llm_datadist import Cache, CacheDesc, DataType, LLMStatusCode, Placement
 from llm_datadist.errors import LLMException, NoneArgument, ParamError
 from llm_datadist.views import tensor_views, torch_views
+from tests.support import fakecuda
 from tests.support.kinds import LocalEnd, World
+from tests.support.moves import Spec, forget, make
 from tests.support.world import read, residue
 
 pytestmark = pytest.mark.covers("tensor_views", "torch_views", "LLMStatusCode.LLM_FEATURE_NOT_ENABLED")
@@ -88,6 +95,51 @@ def test_views_outlive_deallocate_and_finalize_and_the_pool_is_unmapped_with_the
     del part
     assert watch() is None
     assert residue()["memfd mappings"] == before
+
+
+class Shown:
+    """What torch would make of an object: a tensor that keeps it."""
+
+    def __init__(self, given: Any, device: str) -> None:
+        self.given, self.device = given, device
+
+    def view(self, kind: object) -> Shown:
+        self.kind = kind
+        return self
+
+    def reshape(self, shape: list[int]) -> Shown:
+        self.shape = shape
+        return self
+
+
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize("memory", ["pool", "private"])
+@pytest.mark.parametrize(("name", "kind"), [("DT_BF16", "bf16"), ("DT_FLOAT16", np.dtype(np.float16))])
+def test_torch_gets_address_bytes_and_type_of_memory_in_a_gpu_which_stays_mapped_as_long_as_a_tensor(
+    end: LocalEnd, memory: str, name: str, kind: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = SimpleNamespace(as_tensor=Shown, bfloat16="bf16", from_numpy=lambda array: array)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    end.start("PROMPT", 1)
+    filled = make(end.world, "kv", Spec(2, 4, 24, memory=memory, data_type=DataType[name], dims=(3, 4)), 1)
+    cache, fake = end.world.caches["kv"], fakecuda.load()
+    with pytest.raises(ParamError, match="torch_views has CUDA tensors"):
+        tensor_views(cache)
+    tensors: Any = torch_views(cache)
+    wanted = [("cuda:0", kind, [4, 3, 4])] * 2
+    assert [(each.device, each.kind, each.shape) for each in tensors] == wanted
+    assert [each.given.__cuda_array_interface__ for each in tensors] == [
+        {"shape": (96,), "typestr": "|u1", "data": (address, False), "version": 3} for address in cache.tensor_addrs
+    ]
+    last, address = tensors.pop(), cache.tensor_addrs[1]
+    del tensors, cache
+    forget(end.world, "kv")
+    end.stop()
+    assert fake.has(address) is (memory == "pool")
+    if memory == "pool":
+        assert (fake.view(address, 96) == filled[1].reshape(-1)).all()
+    del last
+    assert not fake.has(address)
 
 
 # --- torch --------------------------------------------------------------------------------------------------------
