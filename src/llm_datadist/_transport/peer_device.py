@@ -6,6 +6,7 @@ of its own imports. What is not mapped, or not yet, goes over data lanes.
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -25,35 +26,34 @@ _LINK_SECONDS: Final = 1.0  # most that a link waits for imports, which take mil
 _LATE_SECONDS: Final = 5.0
 _MAX_LATE: Final = 16  # imports that have taken longer; while there are so many, none is begun
 
-_begun: Final[dict[threading.Thread, float]] = {}  # imports that have not ended
+_begun: Final[dict[DeviceRegions, float]] = {}  # whose imports have not ended
 
 
 class DeviceRegions:
     """Regions of a peer's GPU.
 
     Owns: the descriptors, until they are imported; the segments, until :meth:`close`.
-    Threads: one of its own imports; any others.
+    Threads: one of its own imports; any others. Its own are no ``threading.Thread``, whose ``start`` never returns if the
+        thread ends at once for want of memory.
     Errors: a region that is not mapped has its reason in ``left_out``.
     """
 
     def __init__(self, device: CudaDevice, wanted: list[tuple[RegionDescriptor, int]]) -> None:
         self._device = device
         self._pid = HERE["pid"]
-        self._lock = threading.Lock()  # for the next three, held for no call
+        self._lock = threading.Lock()  # for the next four, held for no call
         self.left_out = {each.region: _because(each, "the driver has not answered yet") for each, _ in wanted}
         self._segments: dict[int, DeviceSegment] = {}
         self._closed = False
+        self._wanted = wanted
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._import, args=(wanted,), name="llm-datadist-import", daemon=True)
         try:
             if sum(time.monotonic() - since > _LATE_SECONDS for since in list(_begun.values())) >= _MAX_LATE:
                 raise RuntimeError(f"{_MAX_LATE} imports of other peers' memory do not end")
-            _begun[thread] = time.monotonic()
-            thread.start()
-        except RuntimeError as error:  # no thread
-            _begun.pop(thread, None)
-            close_elsewhere([fd for _, fd in wanted])
+            _thread.start_new_thread(self._import, ())
+        except (RuntimeError, MemoryError) as error:  # no thread
             self.left_out = {each.region: _because(each, str(error)) for each, _ in wanted}
+            self._drop_wanted()
             self._ended.set()
 
     def get(self, region: int) -> DeviceSegment | None:
@@ -78,19 +78,30 @@ class DeviceRegions:
         with self._lock:
             self._closed = True
             segments = list(self._segments.values())
+        self._drop_wanted()
         if any(not each.closed for each in segments):
             _unmap_elsewhere(segments)
 
-    def _import(self, wanted: list[tuple[RegionDescriptor, int]]) -> None:
+    def _drop_wanted(self) -> None:
+        with self._lock:
+            left, self._wanted = self._wanted, []
+        close_elsewhere([fd for _, fd in left])
+
+    def _import(self) -> None:
+        _begun[self] = time.monotonic()
         try:
-            while wanted:
-                self._import_one(*wanted.pop(0))
+            while (wanted := self._next()) is not None:
+                self._import_one(*wanted)
         except Exception:  # noqa: BLE001 (a bug costs a region, and the other descriptors are closed)
             logger.exception("the import of a peer's memory failed")
         finally:
-            close_elsewhere([fd for _, fd in wanted])
+            self._drop_wanted()
             self._ended.set()
-            _begun.pop(threading.current_thread(), None)
+            _begun.pop(self, None)
+
+    def _next(self) -> tuple[RegionDescriptor, int] | None:
+        with self._lock:
+            return self._wanted.pop(0) if self._wanted else None
 
     def _import_one(self, described: RegionDescriptor, fd: int) -> None:
         region, writable = described.region, described.writable
@@ -119,6 +130,6 @@ def _unmap_elsewhere(segments: list[DeviceSegment]) -> None:
             segment.unmap()
 
     try:
-        threading.Thread(target=unmap, name="llm-datadist-unmap", daemon=True).start()
-    except RuntimeError:
+        _thread.start_new_thread(unmap, ())
+    except (RuntimeError, MemoryError):
         unmap()
