@@ -47,7 +47,8 @@ def _reached(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     scene = params.get("scene")  # (transport, remote access, memory of a GPU)
     on_gpu = params.get("gpu") is True or (isinstance(scene, tuple) and len(scene) == 3 and scene[2] is True)
-    return not on_gpu or not ("cma" in (params.get("pair"), params.get("linked")) or NIXL_VARIABLE in os.environ)
+    transports = (params.get("pair"), params.get("linked"), params.get("pushed"), *params.get("route", ()))
+    return not on_gpu or not ("cma" in transports or NIXL_VARIABLE in os.environ)
 
 
 #: Folders whose tests take long, or wait, one after the other: they come first, so that no worker is left with them.
@@ -144,10 +145,13 @@ def children() -> Iterator[tuple[ChildEnd, ChildEnd]]:
 
 
 @pytest.fixture
-def four() -> Iterator[list[ChildEnd]]:
+def four(gpu: bool) -> Iterator[list[ChildEnd]]:
     """Four processes; afterwards nothing may be left in those that were not killed."""
     processes = Processes()
-    yield [processes.child(name) for name in ("first", "second", "third", "fourth")]
+    ends = [processes.child(name) for name in ("first", "second", "third", "fourth")]
+    for end in ends:
+        end.gpu = gpu
+    yield ends
     processes.part()
 
 

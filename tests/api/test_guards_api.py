@@ -359,10 +359,11 @@ class Pushed(NamedTuple):
 
 
 @pytest.fixture
-def pushed(request: pytest.FixtureRequest) -> Iterator[Pushed]:
+def pushed(request: pytest.FixtureRequest, gpu: bool) -> Iterator[Pushed]:
     """Two ends that are not started yet; afterwards nothing may be left in this process."""
     before = residue()
     pushed = Pushed(LocalEnd("prompt"), ChildEnd("decoder"), request.param)
+    pushed.owner.gpu = pushed.pusher.gpu = gpu
     yield pushed
     pushed.pusher.signal(signal.SIGCONT)
     pushed.pusher.kill()
@@ -458,6 +459,7 @@ def _allocate_beside_a_guard(world: World) -> None:
 
 
 # --- registered memory ------------------------------------------------------------------------------------------------
+@pytest.mark.gpu(False)
 @PRIVATE
 def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_path: Path) -> None:
     owner, pusher, _ = pushed
@@ -481,6 +483,7 @@ def test_unregister_names_the_writer_it_waited_for_in_vain(pushed: Pushed, tmp_p
         pusher.do(call, *PUSH_ROWS)
 
 
+@pytest.mark.gpu(False)
 @PRIVATE
 @pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
 def test_unregister_waits_for_a_writer_that_ends_in_time(pushed: Pushed, tmp_path: Path, killed: bool) -> None:
@@ -550,6 +553,7 @@ def _unregister_and_wipe(world: World) -> None:
     np.testing.assert_array_equal(np.concatenate(world.memory["kv"]), 0xEE)
 
 
+@pytest.mark.gpu(False)
 @pytest.mark.parametrize("pushed", ["tcp"], indirect=True)
 def test_over_tcp_no_writer_is_waited_for(pushed: Pushed, tmp_path: Path) -> None:
     """The owner's own lanes write: they stop before the call returns, for whichever peer they do."""

@@ -133,12 +133,12 @@ def to(pair: Pair, rca: bool, row: int, dst_row: int | None, stride: int, layers
 
 
 @pytest.fixture(params=ROUTES, ids=["-".join([t, "key" if rca else "address"]) for _, t, rca in ROUTES])
-def route(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, bool]]:
+def route(request: pytest.FixtureRequest, gpu: bool) -> Iterator[tuple[Pair, bool]]:
     """A started pair, and whether it has remote cache access; without, what arrived is compared."""
     ends, transport, rca = request.param
     if not rca and nixl_stands_in(transport):
         pytest.skip(NOT_OVER_NIXL)
-    for pair in pair_of(request, ends):
+    for pair in pair_of(request, ends, gpu=gpu):
         pair.transport = transport
         pair.start(rca=rca, extra={} if rca else {"llm.Checksum": "1"})
         yield pair, rca
@@ -196,10 +196,10 @@ def test_r18_r05_dst_layer_range_counts_from_the_source_range_and_no_key_is_cons
 
 # --- raw addresses ---------------------------------------------------------------------------------------------------
 @pytest.fixture(params=["inproc", "auto", "tcp"])
-def by_address(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def by_address(request: pytest.FixtureRequest, gpu: bool) -> Iterator[Pair]:
     if nixl_stands_in(request.param):
         pytest.skip(NOT_OVER_NIXL)
-    for pair in pair_of(request, {"auto": "shm"}.get(request.param, request.param)):
+    for pair in pair_of(request, {"auto": "shm"}.get(request.param, request.param), gpu=gpu):
         pair.transport = request.param
         pair.start()
         yield pair
@@ -276,9 +276,10 @@ def test_memory_given_up_meanwhile_is_not_written_and_found_when_registered_anew
 
 
 def register_again(world: World, name: str) -> None:
-    cache, arrays = world.caches[name], world.memory[name]
+    cache = world.caches[name]
+    where = list(cache.tensor_addrs)
     world.cm.unregister_cache(cache.cache_id)
-    world.caches[name] = world.cm.register_cache(cache.cache_desc, [array.ctypes.data for array in arrays])
+    world.caches[name] = world.cm.register_cache(cache.cache_desc, where)
 
 
 def test_shm_alone_cannot_write_sealed_pools_and_says_what_to_set(shm_pair: Pair) -> None:
@@ -318,15 +319,14 @@ def initialised_anew(pair: Pair, by: str) -> Bytes:
 
 def stop_but_keep(world: World) -> None:
     """Finalize; the user's memory lives on."""
-    kept = dict(world.memory)
+    kept = world.memory | {"where": list(world.caches["kv"].tensor_addrs)}
     world.stop()
     world.memory |= kept
 
 
 def register_kept(world: World) -> Bytes:
     """Register the user's memory, in which nothing is of before."""
-    where = [array.ctypes.data for array in world.memory["kv"]]
-    world.caches["kv"] = world.cm.register_cache(SIX.desc, where)
+    world.caches["kv"] = world.cm.register_cache(SIX.desc, world.memory["where"])
     return fill(world.caches["kv"], 7)
 
 
@@ -386,6 +386,7 @@ def test_r07_a_place_that_changed_midway_does_not_get_the_rest(
     assert decoder.do(send, "kv", [config]).first is OK, "a transfer that begins now may go there"
 
 
+@pytest.mark.gpu(False)
 @pytest.mark.parametrize("by_address", ["auto"], indirect=True)
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
 def test_r07_by_address_what_may_be_written_is_not_given_away(by_address: Pair, tmp_path: Path, blocks: bool) -> None:
