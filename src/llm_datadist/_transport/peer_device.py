@@ -33,8 +33,8 @@ class DeviceRegions:
     """Regions of a peer's GPU.
 
     Owns: the descriptors, until they are imported; the segments, until :meth:`close`.
-    Threads: one of its own imports; any others. Its own are no ``threading.Thread``, whose ``start`` never returns if the
-        thread ends at once for want of memory.
+    Threads: one of its own imports; any others. Its own are no ``threading.Thread``, whose ``start`` never returns if
+        the thread ends at once for want of memory.
     Errors: a region that is not mapped has its reason in ``left_out``.
     """
 
