@@ -22,13 +22,12 @@ from tests.support.moves import wait_until
 def gpu() -> Device:
     """Return the device, which has made a copy: the first one begins a thread that stays."""
     try:
-        fake = fakecuda.load()
+        fakecuda.load()
     except fakecuda.Unsupported as error:
         pytest.skip(str(error))
-    device, address = CudaDevice(0), fake.allocate(8)
-    there = Tensors(np.array([address], np.uint64), 8, place=device.place)
+    device, memory = CudaDevice(0), fakecuda.UserMemory(8)
+    there = Tensors(np.array([memory.address], np.uint64), 8, place=device.place)
     execute(one_row(8), there.native, tensors_over(np.zeros(8, np.uint8)).native, None, NO_DEADLINE)
-    fake.free(address)
     return device
 
 

@@ -620,6 +620,12 @@ void fakecuda_heal(void) {
     sticky = CUDA_SUCCESS;
 }
 
+void fakecuda_set_delay(long microseconds) {
+    LOCKED();
+    hardware.delay = (u64)microseconds * 1000;
+    wake_all();
+}
+
 void fakecuda_set_rate(long bytes_per_second) {
     LOCKED();
     hardware.rate = (u64)bytes_per_second;

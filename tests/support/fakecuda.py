@@ -116,6 +116,10 @@ class Fake:
         """Let all calls work again, also after an error that no driver recovers from."""
         self._library.fakecuda_heal()
 
+    def set_delay(self, microseconds: int) -> None:
+        """Set the age at which work begins although no call waits for it."""
+        self._library.fakecuda_set_delay(ctypes.c_long(microseconds))
+
     def set_rate(self, bytes_per_second: int) -> None:
         """Set the rate at which each stream moves bytes; 0: as fast as the host."""
         self._library.fakecuda_set_rate(ctypes.c_long(bytes_per_second))
