@@ -5,6 +5,7 @@ seen by its bytes, as the controls are.
 """
 
 import asyncio
+import ctypes
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +50,7 @@ def driver() -> Iterator[Any]:
     try:
         yield cu
     finally:
-        cu.call("cuCtxPopCurrent_v2", cu.byref(cu.c_void_p()))
+        cu.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 class Engine:

@@ -180,7 +180,7 @@ class UserMemory:
         self.address = self._at.value
 
     def __del__(self) -> None:
-        if os.getpid() == self._pid and self._at:  # in a forked child the driver refuses all
+        if os.getpid() == self._pid and self._at.value:  # in a forked child the driver refuses all
             with suppress(MemoryError):  # and so after an error that it does not survive
                 load().call("cuMemFree_v2", self._at)
 
