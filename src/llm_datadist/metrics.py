@@ -14,6 +14,7 @@ __all__ = [
     "DURATION_BOUNDS",
     "CacheStatistics",
     "CommunicatorStatistics",
+    "DeviceStatistics",
     "DurationStatistics",
     "GrantStatistics",
     "KeyStatistics",
@@ -98,6 +99,21 @@ class PoolStatistics:
     page_bytes: int
     peak_used_bytes: int
     quarantined_bytes: int = 0  # part of used_bytes: freed, but perhaps still written by a foreign writer
+    device: str = "host"  # where it lies; a GPU as "cuda:0 (its name)"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """A GPU, in this process: figures of all its instances together.
+
+    Attributes:
+        window_bytes: Bytes that went through windows of host memory, as over data lanes; what a peer maps does not.
+        wait_seconds: Time that data lanes have waited for the GPU, each by itself.
+    """
+
+    name: str
+    window_bytes: int
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +249,7 @@ class Statistics:
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).
         reconnects: Lost links that this instance has dialled back.
+        devices: The GPU of caches with ``Placement.DEVICE``, if that is one.
         tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets``.
     """
 
@@ -251,4 +268,5 @@ class Statistics:
     operations: tuple[OperationStatistics, ...]
     links_lost: dict[str, int] = field(default_factory=dict)
     reconnects: int = 0
+    devices: tuple[DeviceStatistics, ...] = ()
     tables: dict[str, int] = field(default_factory=dict, compare=False)  # history, no state

@@ -55,6 +55,10 @@ _POOL_GAUGES = (
     ("pool_used_bytes", "Allocated, in whole pages.", "used_bytes"),
     ("pool_largest_hole_bytes", "Largest free range.", "largest_hole_bytes"),
 )
+_DEVICE_COUNTERS = (
+    ("device_window_bytes", "Bytes of a GPU through windows of host memory, in this process.", "window_bytes"),
+    ("device_wait_seconds", "Time that data lanes have waited for a GPU, in this process.", "wait_seconds"),
+)
 _LINK_COUNTERS = (
     ("link_read_bytes", "Bytes read from the peer.", "read_bytes"),
     ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
@@ -153,6 +157,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
     yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
     yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])
+    for name, text, field in _DEVICE_COUNTERS:
+        yield counter(name, text, ["device"], [([each.name], getattr(each, field)) for each in now.devices])
     redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]
     yield gauge("redial_attempts", "Tries to get a lost link back.", ["peer"], redials)
 

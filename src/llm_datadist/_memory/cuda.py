@@ -18,6 +18,7 @@ from llm_datadist._native import Device as NativeDevice
 from llm_datadist._native import DeviceMemory, DeviceMover, PinnedMemory, Place
 from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import DeviceError, LLMException, OutOfMemory, ParamError, StateError
+from llm_datadist.metrics import DeviceStatistics
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class CudaDevice:
         self.place = Place(device=ordinal, mover=MOVERS[mover])
         if self._native.no_kernel and mover != "copy":
             logger.warning("%s: %s; plain copies move all bytes", self.name, self._native.no_kernel)
+
+    def statistics(self) -> DeviceStatistics:
+        """Return the figures of this process, of all its instances."""
+        nbytes, waited = self._native.windows()
+        return DeviceStatistics(self.name, nbytes, waited / 1e9)
 
     def limit(self) -> tuple[int, str]:
         """Return the bytes of the device."""

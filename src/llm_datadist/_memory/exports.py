@@ -46,7 +46,7 @@ class Exports:
     def on_host(self) -> Exports:
         """Return this without memory of a GPU."""
         regions = {number: each for number, each in self.regions.items() if not each.uuid}
-        return replace(self, regions=regions, device=None)
+        return replace(self, regions=regions)
 
     def descriptors(self) -> list[RegionDescriptor]:
         return [

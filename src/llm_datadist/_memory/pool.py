@@ -51,8 +51,9 @@ class Allocation:
 class MemoryPool:
     """Allocator over a segment, which it owns. Only arithmetic happens under its lock."""
 
-    def __init__(self, name: str, segment: Segment, page_shift: int) -> None:
+    def __init__(self, name: str, segment: Segment, page_shift: int, device: str = "host") -> None:
         self.name = name
+        self._device = device
         self.segment = segment
         self._lock = threading.Lock()  # protects the three below and the state of allocations
         self._allocator = PageAllocator(segment.nbytes, page_shift)
@@ -98,6 +99,7 @@ class MemoryPool:
                 page_bytes=allocator.page_bytes,
                 peak_used_bytes=self._peak_used,
                 quarantined_bytes=self._quarantined,
+                device=self._device,
             )
 
     def check_integrity(self) -> None:
@@ -148,7 +150,7 @@ def create_pool(name: str, device: Device, sizes: PoolOptions, *, peers_may_writ
     nbytes, huge_pages = sizes.memory_size, sizes.huge_pages
     device.require(f"pool {name}", nbytes)
     segment = device.allocate(nbytes, name, peers_may_write=peers_may_write, prefault=prefault, huge_pages=huge_pages)
-    return MemoryPool(name, segment, sizes.page_shift)
+    return MemoryPool(name, segment, sizes.page_shift, device.name)
 
 
 class DirectMemory:
@@ -225,6 +227,7 @@ class DirectMemory:
                 page_bytes=_DIRECT_PAGE,
                 peak_used_bytes=self._peak,
                 quarantined_bytes=sum(each.detained for each in self._live),
+                device=self._device.name,
             )
 
     def check_integrity(self) -> None:

@@ -80,9 +80,14 @@ class Device:
     no_kernel: Final[str]  # why plain copies do all; empty if there is a kernel
 
     @staticmethod
+    def count() -> int:
+        """Return how many GPUs this process sees."""
+    @staticmethod
     def open(ordinal: int) -> Device: ...
     def attribute(self, which: int) -> int:
         """Return an attribute by its number in the driver's header."""
+    def windows(self) -> tuple[int, int]:
+        """Return the bytes that went through windows in this process, and the ns that lanes have waited for one."""
     def memory(self) -> tuple[int, int]:
         """Return (free, total) bytes."""
     def device_of(self, address: int) -> int:

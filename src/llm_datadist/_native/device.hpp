@@ -61,6 +61,15 @@ public:
         const Device& device_;
     };
 
+    // Devices that this process sees. Throws DeviceError without a driver.
+    static int count() {
+        const Cuda& cuda = Cuda::get();
+        int found = 0;
+        start(cuda, cuda.cuInit(0), "cuInit");
+        start(cuda, cuda.cuDeviceGetCount(&found), "cuDeviceGetCount");
+        return found;
+    }
+
     // Returns the device, made at first use. Throws DeviceError.
     static Device& open(int ordinal) {
         if (ordinal < 0 || ordinal >= most) throw DeviceError(DeviceError::missing, text("no device ", ordinal));
@@ -172,6 +181,10 @@ public:
         return value;
     }
 
+    // Of this process, in all: bytes that went through windows, and time that data lanes have waited for one.
+    mutable std::atomic<std::uint64_t> window_total{0};
+    mutable std::atomic<std::int64_t> waited_ns{0};
+
     class Lease;
 
     static const Device* await(std::int64_t tag, std::int64_t until_ns);
@@ -186,11 +199,9 @@ private:
     }
 
     explicit Device(int ordinal) : cuda_(Cuda::get()), ordinal_(ordinal), owner_(::getpid()) {
-        start(cuda_.cuInit(0), "cuInit");
-        int count = 0;
-        start(cuda_.cuDeviceGetCount(&count), "cuDeviceGetCount");
-        if (ordinal >= count)
-            throw DeviceError(DeviceError::missing, text("no device ", ordinal, ": this process sees ", count));
+        const int seen = count();
+        if (ordinal >= seen)
+            throw DeviceError(DeviceError::missing, text("no device ", ordinal, ": this process sees ", seen));
         CUuuid uuid{};
         start(cuda_.cuDeviceGetUuid_v2(&uuid, ordinal), "cuDeviceGetUuid");
         std::memcpy(uuid_.data(), &uuid, uuid_.size());
@@ -210,9 +221,10 @@ private:
     }
 
     // As check(), for what makes the device.
-    void start(CUresult code, const char* what) const {
-        if (code != CUDA_SUCCESS) throw DeviceError(DeviceError::missing, cuda_.describe(code, what));
+    static void start(const Cuda& cuda, CUresult code, const char* what) {
+        if (code != CUDA_SUCCESS) throw DeviceError(DeviceError::missing, cuda.describe(code, what));
     }
+    void start(CUresult code, const char* what) const { start(cuda_, code, what); }
 
     // Without a compiler of PTX, as in a container that lacks that library of the driver, plain copies do.
     void load_kernel() {

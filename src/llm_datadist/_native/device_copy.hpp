@@ -53,6 +53,7 @@ public:
     // True if front() is there.
     bool ready() {
         if (lease_->ended(lease_->windows[now_])) {
+            if (since_ns_ != 0) device_.waited_ns.fetch_add(monotonic_ns() - since_ns_, std::memory_order_relaxed);
             since_ns_ = 0;
             return true;
         }
@@ -78,6 +79,7 @@ public:
         State& state = states_[now_];
         state.used += bytes;
         if (state.used < state.bytes) return;
+        device_.window_total.fetch_add(state.bytes, std::memory_order_relaxed);
         if (writes_) start(now_);
         take(now_);
         now_ ^= 1;

@@ -77,11 +77,13 @@ inline void bind_devices(nb::module_& m) {
     translate_device_errors();
     nb::class_<Device>(m, "Device", nb::is_final())
         .def_static("open", &Device::open, Released(), "ordinal"_a, nb::rv_policy::reference)
+        .def_static("count", &Device::count, Released())
         .def_prop_ro("ordinal", &Device::ordinal)
         .def_prop_ro("name", &Device::name)
         .def_prop_ro("uuid", [](const Device& device) { return nb::bytes(device.uuid().data(), device.uuid().size()); })
         .def_prop_ro("version", &Device::version)
         .def_prop_ro("no_kernel", &Device::no_kernel)
+        .def("windows", [](const Device& d) { return std::pair(d.window_total.load(), d.waited_ns.load()); })
         .def("attribute", &Device::attribute, "which"_a)
         .def("memory", &Device::memory, Released())
         .def("device_of", &Device::device_of, Released(), "address"_a);

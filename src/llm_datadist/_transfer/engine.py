@@ -24,6 +24,7 @@ from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.ranktable import RankTable
 from llm_datadist._log import logger
+from llm_datadist._memory.cuda import CudaDevice
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist._transfer import wire
@@ -58,8 +59,6 @@ def _device_of(options: Options, given: Device | None) -> Device:
     """Return the device behind Placement.DEVICE; LLMException (``LLM_FEATURE_NOT_ENABLED``): it is not there."""
     if options.device_memory == "host" and (given is None or given.ordinal < 0):
         return given or HostDevice()
-    from llm_datadist._memory.cuda import CudaDevice
-
     if isinstance(given, CudaDevice) and options.device_mover in ("auto", given.mover):
         return given
     return CudaDevice(options.device_id if given is None else given.ordinal, options.device_mover)
@@ -299,6 +298,7 @@ class Engine:
             operations=self.meters.totals(),
             links_lost=self.links.lost,
             reconnects=self.links.reconnected,
+            devices=(device.statistics(),) if isinstance(device := self.store.device, CudaDevice) else (),
             tables={"ended_grants": self.grants.ended, "peer_secrets": len(self.links.endpoint.peer_secrets)},
         )
 

@@ -24,6 +24,8 @@ from llm_datadist._transport.peer_device import DeviceRegions
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llm_datadist._memory.exports import RegionDescriptor
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
@@ -180,7 +182,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
             undo.pop_all()
         self.on_device = _import(offer, of_device)
         self.got_devices = offer.has_devices  # the peer was offered pools in a GPU
-        self._kept = offer.kept
+        self._remark = _gpus(offer, hello.regions) + offer.kept
         self.cookie = hello.cookie  # this and the next four as RendezvousHello says
         self.cookie_address = hello.cookie_address
         self.canaries = hello.canaries
@@ -200,8 +202,8 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         return self.pidfd < 0
 
     def remark(self) -> str:
-        """Return what of either side's memory in a GPU is not mapped, and why."""
-        return self._kept + ("" if self.on_device is None else self.on_device.remark())
+        """Return the GPUs of both sides, and what of their memory is not mapped, and why."""
+        return self._remark + ("" if self.on_device is None else self.on_device.remark())
 
     def alive(self) -> bool:
         """Return False once the peer's process has ended, reaped or not, or this is closed."""
@@ -251,6 +253,13 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self.regions)} regions mapped, {len(self._others) + 1} holders"
         return f"<PeerMemory of pid {self.pid}: {state}>"
+
+
+def _gpus(offer: MemoryOffer, regions: Sequence[RegionDescriptor]) -> str:
+    """Say in which GPU each side's pool lies; empty if none does."""
+    here = "" if offer.device is None else f"{offer.device.name}, GPU {offer.device.uuid.hex()[:8]}"
+    there = " and ".join(sorted({f"GPU {each.device.hex()[:8]}" for each in regions if each.device}))
+    return f"; pools in GPUs: here {here or 'none'}, there {there or 'none that is offered'}" if here or there else ""
 
 
 def _import(offer: MemoryOffer, wanted: list[tuple[RegionDescriptor, int]]) -> DeviceRegions | None:

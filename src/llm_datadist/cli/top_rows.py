@@ -50,6 +50,8 @@ def instance_rows(found: list[Instance]) -> Rows:
         row["page"] = "truncated" * each["truncated"]
         for pool in now["pools"]:
             used, capacity = _size(pool["used_bytes"]), _size(pool["capacity_bytes"])
+            if (device := pool.get("device", "host")) != "host":
+                row["device"] = device
             row[f"{pool['name']} pool"] = f"{used.removesuffix(capacity[-4:])}/{capacity}"
         rows.append(row)
     return rows
