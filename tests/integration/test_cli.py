@@ -21,7 +21,7 @@ typer = pytest.importorskip("typer")
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
 from llm_datadist.cli.app import app  # noqa: E402
 from llm_datadist.demo.model import DemoWorkload  # noqa: E402
-from tests.support import source  # noqa: E402
+from tests.support import fakecuda, source  # noqa: E402
 from tests.support.authority import secret_file  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
@@ -93,6 +93,7 @@ def test_version_is_that_of_the_distribution() -> None:
             100,
             "0.0%",
         ),
+        ("--layers 4 --kv-heads 10 --head-dim 128 --tokens 1024 --devices 4", 1024, "0.0%"),
         ("--layers 5 --kv-heads 1 --head-dim 576 --dtype fp8 --tokens 7 --tensors-per-layer 1", 16, "1525.4%"),
     ],
 )
@@ -101,6 +102,8 @@ def test_the_size_that_is_printed_is_what_the_cache_takes(line: str, tokens: int
     assert (done.returncode, done.stderr) == (0, "")
     *figures, desc, pool = done.stdout.splitlines()
     assert f"{rounding} by rounding" in figures[3]
+    all_devices = "in all     25165824 bytes on 4 devices; all else here is for one"
+    assert (all_devices in figures) is ("--devices" in line)
     config = LLMConfig()
     config.device_id, config.enable_cache_manager = 0, True
     known: dict[str, Any] = {"CacheDesc": CacheDesc, "DataType": DataType, "config": config}
@@ -193,9 +196,16 @@ def processes(text: str) -> dict[str, int]:
     return {role: int(pid) for role, pid in re.findall(r" (\w+) +process (\d+) started", text)}
 
 
-@pytest.mark.parametrize(("transport", "memory"), [("inproc", "pool"), ("cma", "registered")])
-def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: str) -> None:
-    done = run("demo", "--json", "--transport", transport, "--memory", memory, PYTHONWARNINGS=LEAKS)
+@pytest.mark.parametrize(
+    ("transport", "memory", "gpu"),
+    [("inproc", "pool", False), ("cma", "registered", False), ("shm", "pool", True)],
+    indirect=["gpu"],
+)
+def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: str, gpu: bool) -> None:
+    device = ("cuda", "cuda:0 (Fake GPU 0)") if gpu else ("host", "host")
+    settings = {"PYTHONWARNINGS": LEAKS} | (fakecuda.environment() if gpu else {})
+    options = ("--transport", transport, "--memory", memory, "--device", device[0])
+    done = run("demo", "--json", *options, **settings)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     workload = DemoWorkload()
@@ -207,7 +217,7 @@ def test_demo_moves_the_cache_and_the_tokens_are_equal(transport: str, memory: s
     assert result["seconds"] > 0
     assert result["gb_per_s"] == pytest.approx(result["bytes"] / result["seconds"] / 1e9)
     assert result["reason"]
-    assert result["transport"] == transport
+    assert (result["transport"], result["device"]) == (transport, device[1])
     roles = {"inproc": {"both"}}.get(transport, {"prompt", "decoder"})
     assert result["processes"] == len(roles)
     ran_and_ended(done.stderr, roles)
@@ -224,6 +234,14 @@ def test_demo_without_options_tells_a_human_what_moved_between_two_processes() -
     own = "prompt and decoder, each with its own LLMDataDist"
     for expected in ("all 32 equal", "63 blocks", "16 tensors", "shm: ", "GB/s", own):
         assert expected in summary
+
+
+def test_demo_in_a_gpu_says_that_there_is_no_driver_and_refuses_registered_memory() -> None:
+    done = run("demo", "--json", "--device", "cuda", LD_LIBRARY_PATH="")
+    assert done.returncode == 1
+    assert "libcuda.so.1: cannot open shared object file" in json.loads(done.stdout)["error"]
+    done = run_here("demo", "--device", "cuda", "--memory", "registered")
+    assert (done.returncode, "--memory registered is host memory" in done.stderr) == (2, True)
 
 
 def ran_and_ended(progress: str, roles: set[str]) -> None:

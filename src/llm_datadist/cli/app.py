@@ -15,7 +15,7 @@ from llm_datadist.cli.store import stores
 from llm_datadist.cli.top import top
 from llm_datadist.cli.usage import Group, about, answer, examples
 from llm_datadist.config import TRANSPORT
-from llm_datadist.demo.runner import DemoMemory, DemoTransport, run_demo
+from llm_datadist.demo.runner import DemoDevice, DemoMemory, DemoTransport, run_demo
 
 app = typer.Typer(
     name="llm-datadist",
@@ -53,6 +53,7 @@ def _common(
         "llm-datadist demo",
         "llm-datadist demo --transport tcp --secure",
         "llm-datadist demo --memory registered --json",
+        "llm-datadist demo --device cuda",
     )
 )
 def demo(
@@ -62,6 +63,9 @@ def demo(
     memory: Annotated[
         DemoMemory, typer.Option(help="pool: the library allocates; registered: the roles bring their own memory.")
     ] = DemoMemory.POOL,
+    device: Annotated[
+        DemoDevice, typer.Option(help="cuda: caches lie in a GPU; NumPy computes on copies in host memory.")
+    ] = DemoDevice.HOST,
     secure: Annotated[
         bool,
         typer.Option(
@@ -72,7 +76,9 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, last line.")] = False,
 ) -> None:
     """Move a real KV cache from a prompt to a decoder process. Compare its tokens with those of one process."""
-    raise typer.Exit(run_demo(transport, memory, as_json=as_json, secure=secure))
+    if device is DemoDevice.CUDA and memory is DemoMemory.REGISTERED:
+        raise typer.BadParameter("--memory registered is host memory: with --device cuda caches lie in pools")
+    raise typer.Exit(run_demo(transport, memory, device, as_json=as_json, secure=secure))
 
 
 app.command(
@@ -85,6 +91,7 @@ app.command(
 app.command(
     epilog=examples(
         "llm-datadist size --layers 32 --kv-heads 8 --head-dim 128 --dtype bf16 --tokens 100000",
+        "llm-datadist size --layers 32 --kv-heads 8 --head-dim 128 --tokens 100000 --devices 4",
         "llm-datadist size --layers 61 --kv-heads 1 --head-dim 576 --tensors-per-layer 1 --tokens 100000",
     )
 )(size)

@@ -24,6 +24,7 @@ from llm_datadist import (
     LLMDataDist,
     LLMRole,
     LLMStatusCode,
+    Placement,
 )
 from llm_datadist.demo.model import Array, DemoModel, DemoWorkload, PagedKV
 from llm_datadist.views import tensor_views
@@ -42,16 +43,23 @@ _BLOCKS: Final = -(-_WORK.prompt_tokens // _WORK.block_tokens)
 
 
 class _Side(NamedTuple):
-    """One LLMDataDist, and its blocks cache."""
+    """One LLMDataDist, and its blocks cache; ``host`` is a copy for NumPy if that lies in a GPU."""
 
     datadist: LLMDataDist
     cache: Cache
     tensors: list[Array]
     registered: bool
+    host: Cache | None = None
+
+    def swap(self, blocks: list[int], *, to_device: bool) -> None:
+        """Copy blocks between the cache and its copy, if there is one."""
+        if self.host is not None:
+            pair = (self.host, self.cache) if to_device else (self.cache, self.host)
+            self.datadist.cache_manager.swap_blocks(*pair, {block: block for block in blocks})
 
 
 @contextmanager
-def _side(role: LLMRole, transport: str, memory: str, secrets: str) -> Iterator[_Side]:
+def _side(role: LLMRole, transport: str, memory: str, device: str, secrets: str) -> Iterator[_Side]:
     """Initialise one role, with a blocks cache full of NaN: a missing byte makes no token right by accident."""
     is_prompt = role is LLMRole.PROMPT
     own: list[Array] = list(np.full(_WORK.shape, np.nan, np.float32))
@@ -59,10 +67,12 @@ def _side(role: LLMRole, transport: str, memory: str, secrets: str) -> Iterator[
     config.device_id = 0
     config.enable_cache_manager = True
     config.mem_pool_cfg = json.dumps({"memory_size": len(own) * own[0].nbytes})
+    if device != "host":
+        config.host_mem_pool_cfg = config.mem_pool_cfg
     config.sync_kv_timeout = _TIMEOUT_MS
     if is_prompt:
         config.listen_ip_info = f"{_HOST}:0"  # any free port; datadist.listen_port has it
-    options = config.generate_options() | {"llm.Transport": transport}
+    options = config.generate_options() | {"llm.Transport": transport, "llm.DeviceMemory": device}
     if secrets:
         options["llm.AuthSecretFile"] = secrets
     datadist = LLMDataDist(role, 0 if is_prompt else 1)
@@ -74,10 +84,15 @@ def _side(role: LLMRole, transport: str, memory: str, secrets: str) -> Iterator[
             cache = manager.register_blocks_cache(desc, [each.ctypes.data for each in own], key)
             yield _Side(datadist, cache, own, registered=True)
         else:
-            cache = manager.allocate_blocks_cache(desc, key)
-            for view, each in zip(views := tensor_views(cache), own, strict=True):
+            cache, host = manager.allocate_blocks_cache(desc, key), None
+            if device != "host":
+                on_host = CacheDesc(len(own), list(_WORK.shape[1:]), DataType.DT_FLOAT, Placement.HOST)
+                host = manager.allocate_blocks_cache(on_host)
+            for view, each in zip(views := tensor_views(host or cache), own, strict=True):
                 view[:] = each
-            yield _Side(datadist, cache, views, registered=False)
+            side = _Side(datadist, cache, views, registered=False, host=host)
+            side.swap(list(range(_WORK.pool_blocks)), to_device=True)
+            yield side
     finally:
         datadist.finalize()
 
@@ -117,6 +132,7 @@ def _publish(side: _Side) -> dict[str, Any]:
     blocks = _WORK.blocks(shifted=False)
     kv = PagedKV(side.tensors, blocks)
     first_token = DemoModel(_WORK).forward(_WORK.prompt(), kv)
+    side.swap(blocks[:_BLOCKS], to_device=True)
     print(f"prefill of {kv.length} tokens published as cache {side.cache.cache_id}: {_BLOCKS} blocks")
     address = {"port": side.datadist.listen_port, "blocks": blocks[:_BLOCKS]}
     return address | {"length": kv.length, "first_token": first_token, "digest": kv.digest()}
@@ -138,13 +154,15 @@ def _pull(side: _Side, offer: dict[str, Any], model: DemoModel) -> dict[str, Any
     started = time.perf_counter()
     datadist.cache_manager.pull_blocks(_KEY, side.cache, src_blocks=sources, dst_blocks=blocks[: len(sources)])
     seconds = time.perf_counter() - started
+    side.swap(blocks[: len(sources)], to_device=False)
     kv = PagedKV(side.tensors, blocks, offer["length"])
     digest, nbytes = kv.digest(), len(sources) * side.tensors[0][0].nbytes * len(side.tensors)
     print(f"pulled {len(sources)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms")
     _check("unlink_clusters", *datadist.unlink_clusters([cluster], timeout=_TIMEOUT_MS))
     tokens = model.generate(offer["first_token"], _WORK.generate, kv)
     print(f"generated {len(tokens)} tokens")
-    moved = {"transport": transport, "reason": choice.reason, "blocks": len(sources), "bytes": nbytes}
+    place = datadist.statistics().pools[0].device
+    moved = {"transport": transport, "reason": choice.reason, "device": place, "blocks": len(sources), "bytes": nbytes}
     return moved | {"seconds": seconds, "digest": digest, "tokens": tokens, "sealed": choice.sealed}
 
 

@@ -25,6 +25,9 @@ DemoTransport = StrEnum("DemoTransport", "AUTO SHM CMA TCP NIXL INPROC")
 DemoMemory = StrEnum("DemoMemory", "POOL REGISTERED")
 """Values of ``--memory``: the library's pools, or the roles' own arrays, registered with the library."""
 
+DemoDevice = StrEnum("DemoDevice", "HOST CUDA")
+"""Values of ``--device``, as of ``llm.DeviceMemory``: where the caches lie."""
+
 # The demo takes a few seconds; ten times as long passes.
 _PATIENCE_S: Final = 180.0
 _KILL_WAIT_S: Final = 10.0
@@ -39,10 +42,19 @@ _PARTS: Final = {
     "both": "PROMPT and DECODER as two LLMDataDist in this one process",
 }
 #: Fields that ``--json`` prints, null if the demo ended before them.
-_FIELDS: Final = "transport reason tokens_equal blocks bytes seconds gb_per_s kv_equal tokens processes sealed error"
+_FIELDS: Final = (
+    "transport reason device tokens_equal blocks bytes seconds gb_per_s kv_equal tokens processes sealed error"
+)
 
 
-def run_demo(transport: DemoTransport, memory: DemoMemory, *, as_json: bool, secure: bool = False) -> int:
+def run_demo(
+    transport: DemoTransport,
+    memory: DemoMemory,
+    device: DemoDevice = DemoDevice.HOST,
+    *,
+    as_json: bool,
+    secure: bool = False,
+) -> int:
     """Run the demo and print it; return 0 only if tokens and bytes are equal.
 
     With ``secure`` both sides prove a new secret. With ``as_json`` the last line of standard output is the result.
@@ -51,7 +63,7 @@ def run_demo(transport: DemoTransport, memory: DemoMemory, *, as_json: bool, sec
     try:
         with tempfile.TemporaryDirectory() as folder:
             secrets = str(new_secret(Path(folder) / "secrets", "demo")) if secure else ""
-            with _Demo((transport, memory, secrets), sys.stderr if as_json else sys.stdout) as demo:
+            with _Demo((transport, memory, device, secrets), sys.stderr if as_json else sys.stdout) as demo:
                 result |= demo.run()
     except RuntimeError as error:
         result["error"] = str(error)
@@ -72,7 +84,7 @@ class _Demo(ExitStack):
     Threads: ``demo-<role>`` puts (role, line) into the inbox, last (role, exit status or minus a signal's number).
     """
 
-    def __init__(self, setup: tuple[str, str, str], stream: TextIO) -> None:
+    def __init__(self, setup: tuple[str, str, str, str], stream: TextIO) -> None:
         super().__init__()
         self._setup = setup
         self._stream = stream
@@ -82,7 +94,7 @@ class _Demo(ExitStack):
 
     def run(self) -> dict[str, Any]:
         """Run all roles and print the comparison; return the fields of the result."""
-        transport, _, secrets = self._setup
+        transport, _, device, secrets = self._setup
         self._start("reference")
         reference = self._wait("reference")
         self._order("reference")
@@ -101,6 +113,8 @@ class _Demo(ExitStack):
             raise RuntimeError(f"transport: asked for {transport}, but the link used {outcome['transport']}")
         if outcome["sealed"] != bool(secrets):
             raise RuntimeError(f"secure: asked for {bool(secrets)}, the link says {outcome['sealed']}")
+        if (outcome["device"] == "host") != (device == DemoDevice.HOST):
+            raise RuntimeError(f"device: asked for {device}, but the cache lies in {outcome['device']}")
         # Keys carry their positions, so tokens ignore swapped blocks; the digest does not.
         tokens = [offer["first_token"], *outcome["tokens"]] == [reference["first_token"], *reference["tokens"]]
         kv = outcome.pop("digest") == offer["digest"]
@@ -179,6 +193,7 @@ class _Demo(ExitStack):
             "moved": f"{result['blocks']} blocks of {work.block_tokens} tokens in {work.shape[0]} tensors, "
             f"{result['bytes'] / 1e6:.2f} MB, all to other block numbers",
             "transport": f"{over}: {result['reason']}",
+            "caches in": f"{result['device']}",
             "pull_blocks": f"{result['seconds'] * 1e3:.2f} ms, {result['gb_per_s']:.2f} GB/s (the one and first call)",
             "processes": f"2: {apart}" if result["processes"] == 2 else f"1: {together}",
             "security": secured if result["sealed"] else "none: any process of this host could have linked (--secure)",
