@@ -104,16 +104,11 @@ class PoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatistics:
-    """A GPU, in this process: figures of all its instances together.
-
-    Attributes:
-        window_bytes: Bytes that went through windows of host memory, as over data lanes; what a peer maps does not.
-        wait_seconds: Time that data lanes have waited for the GPU, each by itself.
-    """
+    """A GPU, in this process: figures of all its instances together."""
 
     name: str
-    window_bytes: int
-    wait_seconds: float
+    window_bytes: int  # through windows of host memory, as over data lanes; what a peer maps needs none
+    wait_seconds: float  # that data lanes have waited for it, each by itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@
 //   FAKECUDA_DEVICES=1      devices of the host; CUDA_VISIBLE_DEVICES chooses among them
 //   FAKECUDA_MEMORY=1 GiB   bytes of each device
 //   FAKECUDA_DELAY_US=1000  age at which an operation begins although no call waits
+//   FAKECUDA_NAME=Fake GPU  name of each device, before its number
 //   FAKECUDA_PEERS=1, FAKECUDA_VMM=1, FAKECUDA_POSIX_FD=1, FAKECUDA_HOST_POINTERS=1: 0 takes away access of a device to
 //     another one's memory, virtual memory management, its export, kernels' use of registered memory by its host address
 //   FAKECUDA_FAIL=name:code[:calls before[:times]],...   calls that fail
@@ -183,7 +184,8 @@ CUresult cuDeviceGetCount(int* count) {
 CUresult cuDeviceGetName(char* name, int bytes, CUdevice device) {
     ENTER(DRIVER);
     REQUIRE_DEVICE(device);
-    snprintf(name, (size_t)bytes, "Fake GPU %d", visible[device]);
+    const char* given = getenv("FAKECUDA_NAME");
+    snprintf(name, (size_t)bytes, "%s %d", given != NULL ? given : "Fake GPU", visible[device]);
     return CUDA_SUCCESS;
 }
 

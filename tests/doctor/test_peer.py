@@ -25,6 +25,7 @@ from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
 from tests.doctor.hosts import forbid, is_, needs
+from tests.support import fakecuda
 from tests.support.authority import Authority, secret_file
 from tests.support.ends import LocalEnd
 from tests.support.linking import free_port, has_ipv6
@@ -200,6 +201,24 @@ def test_forced_tcp_no_secret_an_option_that_is_wrong_and_cma_forbidden_by_secco
         _, found = _doctor(port, preparation=forbid("process_vm_readv"))
         assert found["peer_transport"].value.startswith("shm: ")
         is_(found["peer_private_transport"], Severity.WARNING, "not by cma", "--cap-add SYS_PTRACE")
+
+
+@pytest.mark.gpu(True)
+def test_pools_in_a_gpu_that_both_sides_share_and_ones_that_are_not_mapped(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in fakecuda.environment().items():
+        monkeypatch.setenv(name, value)
+    cuda = ("--option", "llm.DeviceMemory=cuda")
+    with _served(*cuda) as port:
+        _, found = _doctor(port, *cuda, preparation="pass")
+        gpus = "; pools in GPUs: here cuda:0 (Fake GPU 0), GPU 66616b65, there GPU 66616b65"
+        is_(found["peer_transport"], Severity.OK, gpus, "")
+        assert {found[f"peer_{name}"].state for name in ("private_transport", "latency")} == {Severity.OK}
+        fail = "import os; os.environ['FAKECUDA_FAIL'] = 'cuMemImportFromShareableHandle:101:0:99'"
+        _, found = _doctor(port, *cuda, preparation=fail)
+        is_(found["peer_transport"], Severity.WARNING, "CUDA_ERROR_INVALID_DEVICE (101): by data lanes", "gpu_export")
+        is_(found["gpu_export"], Severity.WARNING, "CUDA_ERROR_INVALID_DEVICE (101)", "-mig 0")
 
 
 def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:

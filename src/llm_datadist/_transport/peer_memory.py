@@ -24,8 +24,6 @@ from llm_datadist._transport.peer_device import DeviceRegions
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from llm_datadist._memory.exports import RegionDescriptor
     from llm_datadist._transport.rendezvous import MemoryOffer, Packet, RendezvousHello
 
@@ -182,7 +180,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
             undo.pop_all()
         self.on_device = _import(offer, of_device)
         self.got_devices = offer.has_devices  # the peer was offered pools in a GPU
-        self._remark = _gpus(offer, hello.regions) + offer.kept
+        self._remark = _gpus(offer, hello) + offer.kept
         self.cookie = hello.cookie  # this and the next four as RendezvousHello says
         self.cookie_address = hello.cookie_address
         self.canaries = hello.canaries
@@ -255,10 +253,10 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         return f"<PeerMemory of pid {self.pid}: {state}>"
 
 
-def _gpus(offer: MemoryOffer, regions: Sequence[RegionDescriptor]) -> str:
+def _gpus(offer: MemoryOffer, hello: RendezvousHello) -> str:
     """Say in which GPU each side's pool lies; empty if none does."""
     here = "" if offer.device is None else f"{offer.device.name}, GPU {offer.device.uuid.hex()[:8]}"
-    there = " and ".join(sorted({f"GPU {each.device.hex()[:8]}" for each in regions if each.device}))
+    there = " and ".join(sorted({f"GPU {each.device.hex()[:8]}" for each in hello.regions if each.device}))
     return f"; pools in GPUs: here {here or 'none'}, there {there or 'none that is offered'}" if here or there else ""
 
 

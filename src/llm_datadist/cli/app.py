@@ -91,8 +91,7 @@ app.command(
 app.command(
     epilog=examples(
         "llm-datadist size --layers 32 --kv-heads 8 --head-dim 128 --dtype bf16 --tokens 100000",
-        "llm-datadist size --layers 32 --kv-heads 8 --head-dim 128 --tokens 100000 --devices 4",
-        "llm-datadist size --layers 61 --kv-heads 1 --head-dim 576 --tensors-per-layer 1 --tokens 100000",
+        "llm-datadist size --layers 61 --kv-heads 1 --head-dim 576 --tensors-per-layer 1 --tokens 100000 --devices 4",
     )
 )(size)
 app.command(

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from llm_datadist.cli.usage import about, pair
-from llm_datadist.config import AUTH_SECRET
-from llm_datadist.doctor import kernel, limits, peer, versions
+from llm_datadist.config import AUTH_SECRET, DEVICE_MEMORY
+from llm_datadist.doctor import device, kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
 from llm_datadist.doctor.serve import CLUSTER, serving
 from llm_datadist.errors import LLMException
@@ -56,6 +56,7 @@ def doctor(
         raise typer.Exit(_serve(host, port, given))
     address = None if peer_address is None else _address(peer_address)
     findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
+    findings += device.examine(wanted=given.get(DEVICE_MEMORY) == "cuda")
     if address is not None:
         with Console(stderr=True).status("examining the peer") as status:
             findings += peer.examine(*address, given, status.update, cluster_id)

@@ -50,8 +50,7 @@ def instance_rows(found: list[Instance]) -> Rows:
         row["page"] = "truncated" * each["truncated"]
         for pool in now["pools"]:
             used, capacity = _size(pool["used_bytes"]), _size(pool["capacity_bytes"])
-            if (device := pool.get("device", "host")) != "host":
-                row["device"] = device
+            row |= {"device": device} if (device := pool.get("device", "host")) != "host" else {}
             row[f"{pool['name']} pool"] = f"{used.removesuffix(capacity[-4:])}/{capacity}"
         rows.append(row)
     return rows

@@ -37,7 +37,7 @@ def memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     value = "RLIMIT_MEMLOCK " + ("unlimited" if unlimited else f"{soft} bytes")
-    meaning = "only NIXL locks memory: over RDMA, the pools that are registered with it"
+    meaning = "NIXL locks memory, the pools that are registered for RDMA; so may GPUs, if gpu_pinning is shown below"
     good = unlimited or soft >= _LOCKED or not installed("nixl")
     return judge("memlock", good, value, meaning, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 

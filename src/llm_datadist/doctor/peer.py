@@ -201,13 +201,15 @@ def _transport(link: LinkStatistics, *, same_host: bool) -> Finding:
     meaning = "moves the peer's pools; shm is the fastest between processes of one host, tcp reaches all"
     value = f"{link.transport}: {link.reason}"
     mend = "same user and network namespace on both sides, no llm.Transport; or --option llm.SameHostUsers=UID"
-    return judge("peer_transport", link.transport != "tcp" or not same_host, value, meaning, mend)
+    if on_lanes := ": by data lanes" in link.reason:
+        meaning, mend = "a pool in a GPU is not mapped", "see gpu_export at both sides, and: nvidia-smi topo -p2p r"
+    return judge("peer_transport", not on_lanes and (link.transport != "tcp" or not same_host), value, meaning, mend)
 
 
 def _private_transport(link: LinkStatistics) -> Finding:
     meaning = "moves memory that the peer registered outside its pools"
     value = link.private_transport or "no transport reaches it"
-    good = link.transport != "shm" or link.private_transport == "cma"
+    good = link.transport != "shm" or link.private_transport == "cma" or "memory of a GPU" in link.reason
     mend = "sysctl -w kernel.yama.ptrace_scope=0, or docker run --cap-add SYS_PTRACE; or allocate caches from the pool"
     return judge("peer_private_transport", good, value if good else f"{value}: {link.reason}", meaning, mend)
 

@@ -47,7 +47,7 @@ def cuda() -> Finding:
     """Show the CUDA runtime and driver; warn if only the driver is missing."""
     runtime = installed("nvidia-cuda-runtime")
     driver = _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else "no driver"
-    meaning = "not needed: this library moves host memory; vLLM on a GPU needs runtime and driver"
+    meaning = "vLLM on a GPU needs runtime and driver; this library needs the driver only, for llm.DeviceMemory=cuda"
     value = f"{', '.join(runtime) or 'no runtime'}, {driver}"
     good = not runtime or _DRIVER.exists()
     return judge("cuda", good, value, meaning, "docker run --gpus all, or install the NVIDIA driver")

@@ -1,0 +1,109 @@
+"""GPUs, as NVIDIA's driver shows them to a process of its own: loading a driver can hang, or end the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from llm_datadist._memory.segment import SharedSegment
+from llm_datadist._native import Device, DeviceMemory, PinnedMemory
+from llm_datadist.doctor.finding import Finding, Severity, judge
+from llm_datadist.errors import LLMException
+
+_SECONDS: Final = 60.0
+#: Nothing is wrong with a host that has no driver, or no GPU.
+_NONE: Final = ("libcuda.so.1: cannot open shared object file", "cuInit: CUDA_ERROR_NO_DEVICE")
+_USE: Final = "nothing needs a driver or a GPU, unless llm.DeviceMemory=cuda puts caches there"
+_TORCH: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: Meaning of each check that a GPU fails, and what mends it.
+_CHECKS: Final = {
+    "gpu_devices": ("no cache can lie there", "nvidia-smi; leave it out: CUDA_VISIBLE_DEVICES=0"),
+    "gpu_export": ("data lanes move what peers cannot map", "nvidia-smi -i GPU -mig 0, if it is a part of a GPU (MIG)"),
+    "gpu_kernel": (
+        "slower copies replace it",
+        "docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    ),
+    "gpu_pinning": ("copies of host pools are slower", "ulimit -l unlimited (docker run --ulimit memlock=-1)"),
+}
+_decode: Final = msgspec.json.Decoder(list[Finding] | str).decode
+
+
+def examine(*, wanted: bool) -> list[Finding]:
+    """Return findings about driver and GPUs; without them only one, which is a problem if a GPU is ``wanted``."""
+    found = _ask()
+    if not isinstance(found, str):
+        pieces = [name for name in _TORCH if "expandable_segments:true" in os.environ.get(name, "").lower()]
+        value = f"expandable_segments in {' and '.join(pieces)}" if pieces else "no expandable_segments"
+        meaning = "for registered memory only: torch's lies in pieces then, which no peer can map; data lanes move it"
+        mend = f"allocate caches from the pool, or: unset {' '.join(pieces)}"
+        return [*found, judge("gpu_torch", not pieces, value, meaning, mend)]
+    good, bad = found.startswith(_NONE) and not wanted, Severity.PROBLEM if wanted else Severity.WARNING
+    mend = "docker run --gpus all, or install the NVIDIA driver; nvidia-smi says what it lacks"
+    return [judge("gpu_driver", good, f"no GPU: {found}", _USE, mend, bad)]
+
+
+def _ask() -> list[Finding] | str:
+    """Return what :func:`_look` returns in another process, or what became of that."""
+    child = subprocess.Popen([sys.executable, "-m", "llm_datadist.doctor.device"], stdout=subprocess.PIPE)
+    with suppress(subprocess.TimeoutExpired):
+        printed, _ = child.communicate(timeout=_SECONDS)
+        ended = f"the driver ended its process with status {child.returncode}"
+        return ended if child.returncode else _decode(printed.splitlines()[-1])  # drivers may print, too
+    child.kill()
+    with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+        child.communicate(timeout=1)
+    return f"the driver does not answer within {_SECONDS:g} s"
+
+
+def _look() -> list[Finding] | str:
+    """Try everything on each GPU; return why there is none if the driver says so."""
+    version, failed, seen = "loaded", {name: list[str]() for name in _CHECKS}, list[str]()
+    try:
+        ordinals = range(Device.count())
+    except LLMException as error:
+        return str(error)
+    for ordinal in ordinals:
+        try:
+            device = Device.open(ordinal)
+            free, total = device.memory()
+        except LLMException as error:
+            failed["gpu_devices"].append(str(error))
+            continue
+        version = f"CUDA {device.version // 1000}.{device.version % 1000 // 10}"
+        part = ", a part of a GPU (MIG)" if " MIG " in device.name else ""
+        seen.append(f"{device.name}, GPU {device.uuid.hex()[:8]}{part}, {free >> 20} of {total >> 20} MiB free")
+        failed["gpu_kernel"] += [f"{device.name}: {device.no_kernel}"] if device.no_kernel else []
+        for name, check in (("gpu_export", _export), ("gpu_pinning", _pin)):
+            try:
+                check(ordinal)
+            except LLMException as error:
+                failed[name].append(str(error))
+    values = {name: "; ".join(failed[name]) or "works" for name in _CHECKS} | {
+        "gpu_devices": "; ".join(seen + failed["gpu_devices"])
+    }
+    checks = {name: about for name, about in _CHECKS.items() if seen or name == "gpu_devices"}
+    tried = (judge(name, not failed[name], values[name], *about) for name, about in checks.items())
+    return [Finding("gpu_driver", Severity.OK, version, _USE), *tried]
+
+
+def _export(ordinal: int) -> None:
+    memory = DeviceMemory(ordinal, 1)
+    fd = memory.export_fd()
+    try:
+        DeviceMemory(ordinal, memory.size, fd, True).close()
+    finally:
+        os.close(fd)
+
+
+def _pin(ordinal: int) -> None:
+    with SharedSegment.create("doctor", 1 << 20, peers_may_write=False) as segment:
+        PinnedMemory(ordinal, segment.address, segment.nbytes).release()
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(_look()))
