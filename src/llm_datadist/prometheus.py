@@ -57,7 +57,7 @@ _POOL_GAUGES = (
 )
 _DEVICE_COUNTERS = (
     ("device_window_bytes", "Bytes of a GPU through windows of host memory, in this process.", "window_bytes"),
-    ("device_wait_seconds", "Time that data lanes have waited for a GPU, in this process.", "wait_seconds"),
+    ("device_wait_seconds", "Time that moves for peers have waited for a GPU, in this process.", "wait_seconds"),
 )
 _LINK_COUNTERS = (
     ("link_read_bytes", "Bytes read from the peer.", "read_bytes"),

@@ -86,9 +86,8 @@ def _side(role: LLMRole, transport: str, memory: str, device: str, secrets: str)
         else:
             cache, host = manager.allocate_blocks_cache(desc, key), None
             if device != "host":
-                host = manager.allocate_blocks_cache(
-                    CacheDesc(desc.num_tensors, desc.shape, desc.data_type, Placement.HOST)
-                )
+                on_host = CacheDesc(desc.num_tensors, desc.shape, desc.data_type, Placement.HOST)
+                host = manager.allocate_blocks_cache(on_host)
             for view, each in zip(views := tensor_views(host or cache), own, strict=True):
                 view[:] = each
             side = _Side(datadist, cache, views, registered=False, host=host)

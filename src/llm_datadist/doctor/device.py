@@ -24,10 +24,7 @@ _TORCH: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _CHECKS: Final = {
     "gpu_devices": ("no cache can lie there", "nvidia-smi; leave it out: CUDA_VISIBLE_DEVICES=0"),
     "gpu_export": ("data lanes move what peers cannot map", "nvidia-smi -i GPU -mig 0, if it is a part of a GPU (MIG)"),
-    "gpu_kernel": (
-        "slower copies replace it",
-        "docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-    ),
+    "gpu_kernel": ("slower copies replace it", "docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
     "gpu_pinning": ("copies of host pools are slower", "ulimit -l unlimited (docker run --ulimit memlock=-1)"),
 }
 _decode: Final = msgspec.json.Decoder(list[Finding] | str).decode
