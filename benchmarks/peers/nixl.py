@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from llm_datadist.bench import cuda
 from llm_datadist.bench.contenders import why_not_importable
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.workload import BenchWorkload, Op, private_tensors
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, mirrors, private_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-__all__ = ["Nixl", "NixlPrepared", "NixlTcp", "NixlTcpPrepared"]
+__all__ = ["Nixl", "NixlGpu", "NixlPrepared", "NixlTcp", "NixlTcpPrepared"]
 
 _BACKEND: Final = "UCX"
-_DRAM: Final = "DRAM"
 _TCP: Final = {"NIXL_LOG_LEVEL": "ERROR", "UCX_TLS": "tcp"}
 
 
@@ -40,6 +40,7 @@ class Nixl(Contender):
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
     env: ClassVar[Mapping[str, str]] = {"NIXL_LOG_LEVEL": "ERROR"}
+    kind: ClassVar[str] = "DRAM"
 
     @classmethod
     def why_not(cls, workload: BenchWorkload) -> str | None:
@@ -49,15 +50,19 @@ class Nixl(Contender):
     def start(self) -> Facts:
         from nixl import nixl_agent, nixl_agent_config
 
-        tensors = private_tensors(self.workload)
-        self.own(tensors)
+        self.own(self._allocate())
         config = nixl_agent_config(enable_prog_thread=self.role is Role.SOURCE, backends=[])
         self._agent = nixl_agent(str(self.role), config)
         self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": "peer"})
-        self._bases = [each.ctypes.data for each in tensors]
         regions = [(base, self.workload.tensor_bytes, 0, "") for base in self._bases]
-        self._registered = self._agent.register_memory(regions, _DRAM)
+        self._registered = self._agent.register_memory(regions, self.kind)
         return {"metadata": b64encode(self._agent.get_agent_metadata()).decode(), "bases": self._bases}
+
+    def _allocate(self) -> list[Bytes]:
+        """Return this process's tensors; ``_bases`` are their addresses."""
+        tensors = private_tensors(self.workload)
+        self._bases = [each.ctypes.data for each in tensors]
+        return tensors
 
     def connect(self, facts: Facts) -> Facts:
         """Load the source's metadata and prepare the descriptors of all blocks of both ends."""
@@ -108,7 +113,7 @@ class Nixl(Contender):
         """Prepare a descriptor for each row: row ``i`` of tensor ``t`` is ``t * rows + i``."""
         size, rows = self.workload.block_bytes, self.workload.rows
         strided = np.array([(base, size, 0, size, rows) for base in bases], np.uint64)
-        return self._agent.prep_xfer_dlist(agent, strided, _DRAM)
+        return self._agent.prep_xfer_dlist(agent, strided, self.kind)
 
     def _indices(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the descriptors of block ``numbers``, shape (tensors, blocks)."""
@@ -138,6 +143,20 @@ class NixlPrepared(Nixl):
         for each in getattr(self, "_handles", ()):
             each.release()
         super().stop()
+
+
+class NixlGpu(Nixl):
+    """Between two processes' memory of one GPU, over what UCX chooses: cuda_ipc, where it can. Never run on a GPU.
+
+    The memory is cuMemAlloc's, which UCX exports on every machine.
+    """
+
+    memories: ClassVar[tuple[BenchMemory, ...]] = (BenchMemory.GPU,)
+    kind: ClassVar[str] = "VRAM"
+
+    def _allocate(self) -> list[Bytes]:
+        self._bases = [cuda.allocate(self.workload.tensor_bytes) for _ in range(self.workload.tensors)]
+        return mirrors(self.workload, self._bases)
 
 
 class NixlTcp(Nixl):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.bench.contenders.gpu import CudaLoop
 from llm_datadist.bench.workload import BenchWorkload
 
 
@@ -36,6 +37,11 @@ class Good(Contender):
 
 
 class MovesNothing(Good):
+    def transfer(self) -> None:
+        pass
+
+
+class MovesNothingOnAGpu(CudaLoop):
     def transfer(self) -> None:
         pass
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from ctypes import c_void_p
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist.bench import ContenderFailed, WrongBytes
+from llm_datadist.bench import ContenderFailed, WrongBytes, cuda
 from llm_datadist.bench.contenders import LIMITS, PEERS, why_not, why_not_importable
 from llm_datadist.bench.contenders.base import Role
 from llm_datadist.bench.contenders.limits import (
@@ -33,6 +34,7 @@ from llm_datadist.bench.contenders.limits import (
 )
 from llm_datadist.bench.processes import RunningContender
 from llm_datadist.bench.workload import (
+    BESIDE_GPU,
     POISON,
     BenchMemory,
     BenchWorkload,
@@ -42,6 +44,8 @@ from llm_datadist.bench.workload import (
     poison,
     verify,
 )
+from tests.support import fakecuda
+from tests.support.source import PATHS
 from tests.unit.holder import Holder
 
 _TIMEOUT_S: Final = 60.0
@@ -60,9 +64,14 @@ OPS: Final = {
     "nixl-tcp-prepared": _BETWEEN,
     "mooncake": _BETWEEN,
     "torch": _INSIDE,
+    **{f"cuda-{name}": {*BESIDE_GPU, Op.SWAP, Op.PULL, Op.PUSH} for name in ("copy", "loop", "batch")},
+    "nixl-gpu": _BETWEEN,
+    "torch-gpu": {*BESIDE_GPU, Op.SWAP},
 }
+#: Those for memory of a GPU; the fake driver is enough for the first three.
+ON_GPU: Final = {"cuda-copy", "cuda-loop", "cuda-batch", "nixl-gpu", "torch-gpu"}
 #: What must be importable for it.
-MODULES: Final = {"mooncake": "mooncake.engine", "torch": "torch"} | dict.fromkeys(
+MODULES: Final = {"mooncake": "mooncake.engine", "torch": "torch", "torch-gpu": "torch"} | dict.fromkeys(
     [name for name in PEERS if name.startswith("nixl")], "nixl"
 )
 #: Of one block: less than a vector, odd (so that blocks lie at odd addresses), and more than the 256 bytes of one turn
@@ -256,19 +265,58 @@ def passes(contender: str, workload: BenchWorkload) -> None:
 
 
 @pytest.mark.parametrize("contender", OPS)
-def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(contender: str) -> None:
+def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(
+    contender: str, request: pytest.FixtureRequest
+) -> None:
     """Also blocks of a byte, in either memory, and more than one write of 1 MiB."""
     assert set(OPS) == {*LIMITS, *PEERS}
-    absent = expects_reason(contender)
+    if contender in ON_GPU:
+        request.getfixturevalue("fake")
+    absent, memory = expects_reason(contender), BenchMemory.GPU if contender in ON_GPU else BenchMemory.POOL
     for op in Op:
-        reason = why_not(contender, work(op))
+        reason = why_not(contender, work(op, memory=memory))
         assert (reason is not None) == (absent or op not in OPS[contender]), reason
-        if reason is None:
+        if op in OPS[contender] and contender != "tcp-raw":
+            other = BenchMemory.POOL if contender in ON_GPU else BenchMemory.GPU
+            assert f"not for {other}" in (why_not(contender, work(op, memory=other)) or "")
+        if reason is None and contender in MODULES.keys() & ON_GPU:
+            continue  # they need a GPU
+        if reason is None and contender in ON_GPU:
+            passes(contender, work(op, 4096 if op is Op.D2D else 333, memory))
+        elif reason is None:
             passes(contender, work(op, 33_333 if op is Op.PULL else 5000))
             if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw"):
                 passes(contender, work(op, 1, BenchMemory.REGISTERED))
         else:
             assert absent or op in reason
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake driver, here and in workers."""
+    try:
+        fakecuda.load()
+    except fakecuda.Unsupported as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("PYTHONPATH", PATHS["PYTHONPATH"], prepend=os.pathsep)
+    for name, value in fakecuda.environment(delay_us=100).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("op", [Op.D2D, Op.H2D, Op.D2H])
+def test_what_did_not_move_beside_a_gpu_is_found(op: Op) -> None:
+    """The bytes that are compared are those of the GPU, not what the host has of them."""
+    with pytest.raises(ContenderFailed, match="wrong bytes"):
+        passes("tests.bench.broken:MovesNothingOnAGpu", work(op, memory=BenchMemory.GPU))
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_driver_without_a_function_is_a_reason() -> None:
+    assert cuda.why_not() is None
+    assert cuda.why_not("cuInit", "cuFly") == "the driver has no cuFly"
+    with pytest.raises(cuda.CudaError, match="cuStreamSynchronize: CUDA_ERROR_INVALID_HANDLE"):
+        cuda.call("cuStreamSynchronize", c_void_p(8))
 
 
 def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from llm_datadist.bench import cuda
 from llm_datadist.bench.rows import Row
 from llm_datadist.cli.app import app
 from tests.bench.test_results import shows
+from tests.support import fakecuda
 from tests.support.ends import has_ended
 from tests.support.moves import wait_until
 from tests.support.source import ROOT, run
@@ -92,17 +94,60 @@ SINGLE = [
     ],
 )
 def test_a_run_gives_complete_rows(tmp_path: Path, arguments: str, wanted: list[dict[str, Any]]) -> None:
+    _run(tmp_path, arguments, "" if arguments.startswith(("plan", "alloc", "link")) else ",", wanted)
+
+
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (f"d2d {SHAPE}", {"call": "copy_blocks", "transport": "local"}),
+        (f"h2d {SHAPE}", {"call": "swap_blocks", "transport": "local"}),
+        (f"d2h {SHAPE}", {"call": "swap_blocks", "transport": "local"}),
+        (f"swap --memory gpu {SHAPE}", {"call": "swap_blocks", "transport": "local"}),
+        (f"copy --memory gpu {SHAPE}", {}),
+        (f"pull --memory gpu --transport shm {SHAPE}", {"transport": "shm"}),
+        (f"pull --memory gpu --transport tcp {SHAPE}", {"transport": "tcp"}),
+        (f"push --memory gpu --transport inproc {SHAPE}", {"transport": "inproc"}),
+    ],
+)
+def test_a_run_in_a_gpu_gives_complete_rows(
+    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, wanted: dict[str, Any]
+) -> None:
+    assert gpu
+    fakecuda.load()
+    for name, value in fakecuda.environment(delay_us=100).items():
+        monkeypatch.setenv(name, value)
+    rows = [SHAPED | {"memory": "gpu", "limit": "cuda-copy"} | wanted]
+    if arguments.startswith("copy"):  # no contender makes one call for each row
+        rows = [{"call": "copy_blocks", "memory": "gpu"}, {"call": "copy_cache", "memory": "gpu"}]
+    left = _run(tmp_path, arguments, "cuda-copy,memcpy", rows)
+    [why] = [each["why"] for each in left if each["what"] == "memcpy"]
+    assert why.endswith(f"not for {arguments[:3] if arguments[1] == '2' else 'gpu'}")
+
+
+@pytest.mark.skipif(cuda.why_not() is None, reason="this host has an NVIDIA driver")
+def test_without_a_driver_a_gpu_is_left_out_and_the_reason_said() -> None:
+    done = run(sys.executable, "-m", "llm_datadist.cli", "bench", "d2d", "--against", ",", cwd=ROOT)
+    assert done.returncode == 2
+    assert "ours-copy-blocks: no NVIDIA driver: libcuda.so.1: cannot open shared object file" in done.stderr
+    assert "\nleft out: d2d copy_blocks over local of a GPU" in done.stderr
+
+
+def _run(tmp_path: Path, arguments: str, against: str, wanted: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Run the bench; return what it says it left out."""
     path, words = tmp_path / "rows.json", arguments.split()
-    peers = [] if words[0] in ("plan", "alloc", "link") else ["--against", ","]  # those run with their own
+    peers = ["--against", against] if against else []
     result = CliRunner().invoke(app, ["bench", *words, *peers, "--passes", "2", "--json", str(path)])
     assert result.exit_code == 0, result.output
     rows: list[dict[str, Any]] = json.loads(path.read_text())
-    [shown] = tables(result.stdout, None).values()
+    shown, *left = tables(result.stdout, None).values()
     for row, cells in zip(rows, shown, strict=True):
         check(row)
         shows(cells, msgspec.convert(row, Row))
     assert {row["op"] for row in rows} == {words[0]}
     assert [{key: row[key] for key in each} for row, each in zip(rows, wanted, strict=True)] == wanted
+    return [cells for each in left for cells in each]
 
 
 def _children(pid: int) -> list[int]:

@@ -569,6 +569,25 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream 
     return late ? CUDA_SUCCESS : drain(s);
 }
 
+// As CUDA 12.8 declares it, and drivers export it under this name: 13.0 has another one. No order is promised: this is
+// the reverse.
+struct attributes {
+    int order;
+    CUmemLocation hints[2];
+    unsigned int flags;
+};
+
+CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, struct attributes* attributes,
+                            size_t* firsts, size_t kinds, size_t* failed, CUstream stream) {
+    if (stream == NULL || count == 0 || kinds != 1 || *firsts != 0 || attributes->order != 1 || attributes->flags != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (*failed = count; (*failed)-- > 0;) {
+        const CUresult result = cuMemcpyAsync(to[*failed], from[*failed], bytes[*failed], stream);
+        if (result != CUDA_SUCCESS) return result;
+    }
+    return CUDA_SUCCESS;
+}
+
 // ---- the kernel: a module is its text, and its one function the same
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {

@@ -54,7 +54,7 @@ def tables(text: str, width: int | None) -> dict[str, list[dict[str, str]]]:
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= (width or 1 << 16)
     found = {}
-    for part in re.split(r"(?:^|\n)\n(?=[a-z]+ *\n)", text)[1:]:
+    for part in re.split(r"(?:^|\n)\n(?=[a-z][a-z0-9 ]*\n)", text)[1:]:
         title, *lines = part.splitlines()
         found[title.strip()] = _table(lines) if set(lines[1]) == {"─"} else _lists(lines)
     return found

@@ -11,7 +11,7 @@ from llm_datadist._native import usable_cpus
 from llm_datadist.bench import BenchError
 from llm_datadist.bench.contenders import LIMITS, PEERS
 from llm_datadist.bench.contenders.base import Role
-from llm_datadist.bench.workload import MOVES, BenchMemory, BenchWorkload, Op
+from llm_datadist.bench.workload import BESIDE_GPU, MOVES, BenchMemory, BenchWorkload, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +29,7 @@ _WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "thre
 _TAKES: Final = {
     **dict.fromkeys((Op.PULL, Op.PUSH, Op.LATENCY), _WORK),
     **dict.fromkeys((Op.COPY, Op.SWAP), _WORK - {"transport"}),
+    **dict.fromkeys(BESIDE_GPU, _WORK - {"transport", "memory"}),
     **dict.fromkeys((Op.PLAN, Op.ALLOC), _WORK - {"transport", "memory", "threads"}),
     Op.LINK: {"transport", "passes", "against"},
 }
@@ -40,6 +41,12 @@ _USUAL: Final = {
     "tcp": ("tcp-raw", "nixl-tcp", "mooncake"),
     "nixl": ("tcp-raw", "nixl-tcp"),
     "local": ("memcpy", "torch"),
+}
+#: The same for memory of a GPU.
+_USUAL_GPU: Final = {
+    **dict.fromkeys(_USUAL, ("cuda-copy", "nixl-gpu")),
+    "tcp": ("tcp-raw", "cuda-copy", "nixl-gpu"),
+    "local": ("cuda-copy", "cuda-loop", "cuda-batch", "torch-gpu"),
 }
 #: Transports that move bytes as between two hosts, which share no memory; so does NIXL beside them.
 _BETWEEN_HOSTS: Final = ("tcp", "nixl")
@@ -124,7 +131,13 @@ class Case:
         work = self.workload
         busy = f", {self.busy} busy" if self.busy else ""
         shape = f"{work.blocks} x {size_text(work.block_bytes)} x {work.tensors}"
-        return f"{work.op} {self.call} over {self.transport}, {shape}{busy}"
+        return f"{self.what}, {shape}{busy}"
+
+    @property
+    def what(self) -> str:
+        """The title without sizes."""
+        on_gpu = " of a GPU" if self.workload.memory is BenchMemory.GPU else ""
+        return f"{self.workload.op} {self.call} over {self.transport}{on_gpu}"
 
     def without(self, contender: str) -> Case:
         """Return the case without this limit or peer."""
@@ -156,6 +169,10 @@ def cases_of(request: Request) -> list[Case]:
             return [_case(request, "ours-copy-blocks", "copy_blocks"), _case(rows, "ours-copy-cache", "copy_cache")]
         case Op.SWAP:
             return [_case(request, "ours-swap", "swap_blocks")]
+        case Op.D2D:
+            return [_case(replace(request, memory=BenchMemory.GPU), "ours-copy-blocks", "copy_blocks")]
+        case Op.H2D | Op.D2H:
+            return [_case(replace(request, memory=BenchMemory.GPU), "ours-swap", "swap_blocks")]
         case Op.LATENCY:
             return list(_latency(request, transport))
         case Op.PLAN:
@@ -186,18 +203,21 @@ def _option(name: str) -> str:
 
 def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
+    usual = (_USUAL_GPU if request.memory is BenchMemory.GPU else _USUAL)[transport]
     names: tuple[str, ...] = ()
     if request.against is not None:
         names = request.against
     elif request.op in MOVES:
-        names = _USUAL[transport]
+        names = usual
+    elif request.op is Op.LATENCY and request.memory is BenchMemory.GPU:
+        names = usual[1:]
     elif request.op is Op.LATENCY:
         names = ("tcp-raw", "nixl") if transport in _BETWEEN_HOSTS else ("nixl", "nixl-prepared")
     if transport in _BETWEEN_HOSTS:
         names = tuple("nixl-tcp" if name == "nixl" else name for name in names)
     names = tuple(dict.fromkeys(names))
     limits = [name for name in names if name in LIMITS]
-    suitable = _USUAL[transport][0]
+    suitable = usual[0]
     limit = suitable if suitable in limits else next(iter(limits), None)
     return limit, tuple(name for name in names if name != limit)
 

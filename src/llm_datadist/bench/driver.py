@@ -52,7 +52,7 @@ class _Check:
     def __init__(self, tell: BenchReporter, timeout_s: float) -> None:
         self._tell = tell
         self._timeout_s = timeout_s
-        self._tried: dict[str, str | None] = {}
+        self._tried: dict[tuple[str, str], str | None] = {}
         self._said: set[str] = set()
         self._memory, self._bound = available_memory()
 
@@ -68,7 +68,9 @@ class _Check:
         for contender in case.contenders:
             if (reason := why_not(contender, case.workload)) is not None:
                 self._say(f"{contender}: {reason}")
-                if contender == case.contender:
+                ours = contender == case.contender
+                self._tell.leave_out(case.what if ours else contender, f"{contender}: {reason}" if ours else reason)
+                if ours:
                     self._say(f"left out: {case.title}")
                     return None
                 case = case.without(contender)
@@ -76,7 +78,8 @@ class _Check:
 
     def _try(self, contender: str, workload: BenchWorkload) -> str | None:
         """Start a contender once on two small blocks; return the reason of a failure, or None."""
-        if contender not in self._tried:
+        key = contender, workload.memory
+        if key not in self._tried:
             self._tell.say(f"trying {contender}")
             tiny = msgspec.structs.replace(
                 workload,
@@ -88,20 +91,22 @@ class _Check:
                 with RunningContender(contender, self._timeout_s) as running:
                     running.start(tiny)
                     running.prepare(0)
-                self._tried[contender] = None
+                self._tried[key] = None
             except (BenchError, OSError) as error:
-                self._tried[contender] = str(error)
-        return self._tried[contender]
+                self._tried[key] = str(error)
+        return self._tried[key]
 
     def _fits(self, case: Case) -> bool:
         needed = sum(contenders.find(contender).footprint(case.workload) for contender in case.contenders)
         fits = needed <= self._memory * _SHARE
         if not fits:
-            self._say(
-                f"left out: {case.title}: {', '.join(case.contenders)} together need {size_text(needed)}, and "
+            why = (
+                f"{', '.join(case.contenders)} together need {size_text(needed)}, and "
                 f"{self._memory / 2**30:.1f} GiB are available ({self._bound}); "
                 "fewer --blocks, or fewer contenders --against"
             )
+            self._say(f"left out: {case.title}: {why}")
+            self._tell.leave_out(case.what, why)
         return fits
 
     def _say(self, text: str) -> None:

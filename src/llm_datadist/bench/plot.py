@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist.bench.workload import MOVES, Op
+from llm_datadist.bench.workload import MOVES, BenchMemory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             figure, axis = _figure(f"How fast is {what}?", 3.8)
             _draw_rates(axis, points)
             figure.legend(loc="outside lower left", ncols=2 + len(points) % 2, frameon=False)
-            _save(figure, folder / f"{what.replace(' over ', '-')}.svg")
+            _save(figure, folder / f"{what.replace(' over ', '-').replace(' ', '-')}.svg")
         for name, (question, bars) in _times(rows).items():
             figure, axis = _figure(question, 1 + 0.5 * len(bars))
             _draw_times(axis, bars)
@@ -62,7 +62,8 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
         if row.op not in MOVES or row.gb_per_s is None:
             continue
         where = "" if row.transport == "local" else f" over {row.transport}"
-        contenders = found.setdefault(f"{row.call}{where}", {})
+        what = f"{row.op} of a GPU" if row.memory == BenchMemory.GPU else row.call
+        contenders = found.setdefault(f"{what}{where}", {})
         for name, rate in ((_OURS, row.gb_per_s), (row.limit_name, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
             if name is not None and rate is not None:
                 # Of several sets of one block size the first counts.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._memory.host import available_memory
 from llm_datadist.bench.cases import Case, Request, cases_of, check_options
 from llm_datadist.bench.contenders.base import Role
-from llm_datadist.bench.workload import BenchMemory, Op
+from llm_datadist.bench.workload import BESIDE_GPU, BenchMemory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,6 +62,13 @@ def _all(request: Request) -> Iterator[Case]:
             cases = cases_of(replace(half, op=op, block_bytes=size))
             # A row of a continuous cache is a whole sequence, never 4 KiB.
             yield from (each for each in cases if each.call != "copy_cache" or size > _FEW_SIZES[0])
+    for size in _FEW_SIZES:
+        asked = replace(half, block_bytes=size)
+        for op in BESIDE_GPU:
+            yield from cases_of(replace(asked, op=op))
+        yield from cases_of(replace(asked, op=Op.SWAP, memory=BenchMemory.GPU))
+        for transport in ("shm", "tcp"):
+            yield from cases_of(replace(asked, op=Op.PULL, transport=transport, memory=BenchMemory.GPU))
     for blocks in _COUNTS:
         last = blocks == _COUNTS[-1]
         if last or blocks * _SIZES[0] <= request.set_bytes:
@@ -126,7 +133,8 @@ def counts_calls(row: Row) -> bool:
 
 
 def floors(rows: Sequence[Row]) -> list[Floor]:
-    """Return all floors; the worst row counts."""
+    """Return all floors; the worst row counts. None is asked of a GPU, on which nothing was ever measured."""
+    rows = [row for row in rows if row.memory != BenchMemory.GPU]
     return [*_floors_between(rows), *_floors_inside(rows), *_floors_of_time(rows)]
 
 

@@ -13,7 +13,7 @@ from llm_datadist._native import usable_cpus
 from llm_datadist._tables import show_table
 from llm_datadist.bench.cases import size_text
 from llm_datadist.bench.suite import counts_calls
-from llm_datadist.bench.workload import MOVES, Op
+from llm_datadist.bench.workload import MOVES, BenchMemory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ def report_line(rows: Sequence[Row], floors: Sequence[Floor]) -> str:
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     """Yield call, transport and rows of the calls that move sets of blocks, of one kind of memory each."""
-    moves = [row for row in rows if row.op in MOVES and not counts_calls(row)]
+    moves = [row for row in rows if row.op in MOVES and row.memory != BenchMemory.GPU and not counts_calls(row)]
     memory: dict[tuple[str, str], str] = {}
     for row in moves:
         memory.setdefault((row.call, row.transport), row.memory)

@@ -33,15 +33,24 @@ _WORD: Final = np.dtype(np.uint64)
 _CHUNK_BYTES: Final = 1 << 19
 
 
-Op = StrEnum("Op", "PULL PUSH COPY SWAP LATENCY PLAN ALLOC LINK")
+Op = StrEnum("Op", "PULL PUSH COPY SWAP D2D H2D D2H LATENCY PLAN ALLOC LINK")
 """Operations that ``llm-datadist bench`` measures."""
 
-MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP)
+BESIDE_GPU: Final = (Op.D2D, Op.H2D, Op.D2H)
+"""Ops whose caches lie in a GPU, or whose other side does."""
+
+MOVES: Final = (Op.PULL, Op.PUSH, Op.COPY, Op.SWAP, *BESIDE_GPU)
 """Ops that move many blocks in one call: their results are rates, others times."""
 
 
-BenchMemory = StrEnum("BenchMemory", "POOL REGISTERED")
-"""Memory of this library's caches."""
+BenchMemory = StrEnum("BenchMemory", "POOL REGISTERED GPU")
+"""Memory of this library's caches: ``GPU`` is a pool in the memory of one."""
+
+
+class Mirror(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Array of the host that stands for a tensor of a GPU, at ``address`` there."""
+
+    address = 0
 
 
 class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +116,14 @@ def private_tensors(workload: BenchWorkload) -> list[Bytes]:
 def tensors_like(workload: BenchWorkload) -> list[Bytes]:
     """Return the workload's tensors in its kind of pages: shared for a pool, else private."""
     return _tensors(workload, mmap.MAP_SHARED if workload.memory is BenchMemory.POOL else mmap.MAP_PRIVATE)
+
+
+def mirrors(workload: BenchWorkload, addresses: Sequence[int]) -> list[Bytes]:
+    """Return arrays that stand for the workload's tensors at these addresses of a GPU."""
+    made = [each.view(Mirror) for each in private_tensors(workload)]
+    for each, address in zip(made, addresses, strict=True):
+        each.address = address
+    return [*made]
 
 
 def _tensors(workload: BenchWorkload, sharing: int) -> list[Bytes]:

@@ -16,7 +16,7 @@ from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Request, cases_of
 from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.plot import draw
-from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
+from llm_datadist.bench.report import BenchReporter, show_floors, show_left_out, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.summary import show_summary
 from llm_datadist.bench.workload import BenchMemory, Op
@@ -37,7 +37,7 @@ _HIGHEST: Final = {
 
 
 #: The argument of ``bench``: the standard suite, or an op.
-What = StrEnum("What", "STANDARD PULL PUSH COPY SWAP LATENCY PLAN ALLOC LINK")
+What = StrEnum("What", "STANDARD PULL PUSH COPY SWAP D2D H2D D2H LATENCY PLAN ALLOC LINK")
 #: Values of ``--transport``.
 BenchTransport = StrEnum("BenchTransport", "SHM CMA TCP NIXL INPROC")
 
@@ -55,7 +55,8 @@ def bench(
         int | None, typer.Option(help="Tensors of a cache (1; copy_cache: 64; plan, alloc: 122).")
     ] = None,
     memory: Annotated[
-        BenchMemory | None, typer.Option(help="Memory of our caches (pool; over cma: registered).", show_default=False)
+        BenchMemory | None,
+        typer.Option(help="Memory of our caches (pool; over cma: registered; d2d, h2d, d2h: gpu).", show_default=False),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help=f"{about('llm.CopyThreads')} In each process (the usable CPUs).")
@@ -116,6 +117,7 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         reporter.take(cases)
         results = run(cases, reporter, timeout)
     show_rows(results.rows, sys.stdout)
+    show_left_out(reporter.left_out, sys.stdout)
     if suite:
         asked = floors(results.rows)
         show_floors(asked, sys.stdout)

@@ -30,6 +30,7 @@ LIMITS: Final = {
     "memcpy-nt": f"{__name__}.limits:MemcpyStreaming",
     "cma": f"{__name__}.limits:Cma",
     "tcp-raw": f"{__name__}.limits:TcpRaw",
+    "cuda-copy": f"{__name__}.gpu:CudaCopy",
 }
 """Limits of the machine, without this library's engine. ``memcpy-nt``: streaming stores."""
 
@@ -40,6 +41,10 @@ PEERS: Final = {
     "nixl-tcp-prepared": "benchmarks.peers.nixl:NixlTcpPrepared",
     "mooncake": "benchmarks.peers.mooncake:Mooncake",
     "torch": "benchmarks.peers.torch:Torch",
+    "cuda-loop": f"{__name__}.gpu:CudaLoop",
+    "cuda-batch": f"{__name__}.gpu:CudaBatch",
+    "nixl-gpu": "benchmarks.peers.nixl:NixlGpu",
+    "torch-gpu": "benchmarks.peers.torch:TorchGpu",
 }
 """Other software. ``nixl`` makes each transfer from prepared descriptors, ``nixl-prepared`` only posts one."""
 

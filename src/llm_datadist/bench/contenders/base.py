@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
+from llm_datadist.bench import cuda
 from llm_datadist.bench import workload as work
-from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Mirror, Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ class Contender(ABC):
     Attributes:
         roles: The contender's processes, in the order of their start.
         env: Additions to the environment of its processes.
+        memories: Memory that it can measure.
         pool_only: Reason why registered memory cannot be measured; empty if it can.
         transport: Transport to ask for, if there is a choice.
         sets: Sets of the workload's tensors that its processes hold together.
@@ -47,6 +49,7 @@ class Contender(ABC):
     ops: ClassVar[tuple[Op, ...]] = ()
     roles: ClassVar[tuple[Role, ...]] = (Role.SOURCE, Role.DESTINATION)
     env: ClassVar[Mapping[str, str]] = {}
+    memories: ClassVar[tuple[BenchMemory, ...]] = (BenchMemory.POOL, BenchMemory.REGISTERED)
     pool_only: ClassVar[str] = ""
     transport: ClassVar[str] = ""
     sets: ClassVar[int] = 2
@@ -66,7 +69,11 @@ class Contender(ABC):
         """Return the reason why this contender cannot run the workload, or None; must not import other software."""
         if cls.pool_only and workload.memory is BenchMemory.REGISTERED:
             return cls.pool_only
-        return None if workload.op in cls.ops else f"is for {', '.join(cls.ops)}, not for {workload.op}"
+        if workload.op not in cls.ops:
+            return f"is for {', '.join(cls.ops)}, not for {workload.op}"
+        if workload.memory not in cls.memories:
+            return f"is for memory {', '.join(cls.memories)}, not for {workload.memory}"
+        return cuda.why_not() if workload.memory is BenchMemory.GPU else None
 
     @classmethod
     def footprint(cls, workload: BenchWorkload) -> int:
@@ -105,12 +112,15 @@ class Contender(ABC):
 
     def fill(self, seed: int) -> None:
         work.fill(self.source_views, seed)
+        exchange(self.source_views, send=True)
 
     def poison(self) -> None:
         work.poison(self.destination_views, in_place=self.in_place)
+        exchange(self.destination_views, send=True)
 
     def verify(self, seed: int) -> bool:
         """Compare every byte of the destination, or raise WrongBytes; return False if another process has it."""
+        exchange(self.destination_views, send=False)
         if self.destination_views:
             work.verify(self.destination_views, self.workload, seed, in_place=self.in_place)
         return bool(self.destination_views)
@@ -122,6 +132,12 @@ class Contender(ABC):
     def sample(self, count: int) -> list[float]:
         """Run the first ``count`` single steps; return the seconds of each."""
         return [_seconds(self.transfer_one, index) for index in range(count)]
+
+
+def exchange(views: list[Bytes], *, send: bool) -> None:
+    """Copy the bytes of those views that are mirrors to the GPU, or from it."""
+    if mirrors := [each for each in views if isinstance(each, Mirror)]:
+        cuda.exchange(mirrors, send=send)
 
 
 def _seconds(action: Callable[..., None], *args: int) -> float:

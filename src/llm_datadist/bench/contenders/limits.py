@@ -21,7 +21,7 @@ import numpy as np
 from llm_datadist._native import _limits, usable_cpus
 from llm_datadist.bench import workload as work
 from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
-from llm_datadist.bench.workload import BenchWorkload, Bytes, Op, private_tensors, tensors_like
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, private_tensors, tensors_like
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ class TcpRaw(Contender):
     """
 
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
+    memories: ClassVar[tuple[BenchMemory, ...]] = tuple(BenchMemory)
     streams: ClassVar[tuple[int, ...]] = (1, 2, 4)
     _way: _Way  # from `connect` on
 

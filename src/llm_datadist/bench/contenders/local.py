@@ -11,7 +11,8 @@ from llm_datadist._cache.geometry import CacheKind, Geometry, LayerSelection, co
 from llm_datadist.bench import WrongBytes
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
 from llm_datadist.bench.contenders.ours import desc_of, make_cache, open_instance, pool_bytes_for
-from llm_datadist.bench.workload import BenchWorkload, Op, private_tensors
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Op, private_tensors
+from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,8 +32,11 @@ class Local(Contender):
     caches: ClassVar[int] = 1
 
     def start(self) -> Facts:
-        size = pool_bytes_for(self.workload) * self.caches
-        self._datadist: LLMDataDist = open_instance(Role.SOURCE, self.workload, "inproc", pool_bytes=size)
+        size = pool_bytes_for(self.workload)
+        host = size if self.workload.op in (Op.H2D, Op.D2H) else 0
+        self._datadist: LLMDataDist = open_instance(
+            Role.SOURCE, self.workload, "inproc", pool_bytes=size * self.caches, host_pool_bytes=host
+        )
         self.prepare()
         return {"transport": "local"}
 
@@ -46,7 +50,8 @@ class Local(Contender):
 class CopyBlocks(Local):
     """copy_blocks inside one blocks cache: even blocks to odd ones."""
 
-    ops = (Op.COPY,)
+    ops = (Op.COPY, Op.D2D)
+    memories = tuple(BenchMemory)
     sets = 1
 
     def prepare(self) -> None:
@@ -62,6 +67,7 @@ class CopyCache(Local):
     """copy_cache between two continuous caches: one call for each row of ``block_bytes`` in each tensor."""
 
     ops = (Op.COPY,)
+    memories = tuple(BenchMemory)
     caches = 2
 
     def prepare(self) -> None:
@@ -76,19 +82,27 @@ class CopyCache(Local):
 
 
 class SwapBlocks(Local):
-    """swap_blocks from a blocks cache of the device to one in host memory."""
+    """swap_blocks from a blocks cache of the device to one in host memory; h2d and d2h: to or from one of its pool."""
 
-    ops = (Op.SWAP,)
+    ops = (Op.SWAP, Op.H2D, Op.D2H)
+    memories = tuple(BenchMemory)
 
     def prepare(self) -> None:
-        self._device, self.source_views = make_cache(self._datadist, self.workload)
-        self.destination_views = private_tensors(self.workload)
-        bases = [each.ctypes.data for each in self.destination_views]
-        self._host = Cache.create_cpu_cache(desc_of(self.workload, placement=Placement.HOST), bases)
+        device, there = make_cache(self._datadist, self.workload)
+        desc = desc_of(self.workload, placement=Placement.HOST)
+        if self.workload.op is Op.SWAP:
+            here = private_tensors(self.workload)
+            host = Cache.create_cpu_cache(desc, [each.ctypes.data for each in here])
+        else:
+            host = self._datadist.cache_manager.allocate_blocks_cache(desc)
+            here = tensor_views(host)
+        self._src, self._dst, self.source_views, self.destination_views = device, host, there, here
+        if self.workload.op is Op.H2D:
+            self._src, self._dst, self.source_views, self.destination_views = host, device, here, there
         self._pairs = dict(self.workload.pairs)
 
     def transfer(self) -> None:
-        self._datadist.cache_manager.swap_blocks(self._device, self._host, self._pairs)
+        self._datadist.cache_manager.swap_blocks(self._src, self._dst, self._pairs)
 
 
 class Planning(Contender):

@@ -22,7 +22,7 @@ from llm_datadist import (
 )
 from llm_datadist._deadline import Deadline
 from llm_datadist.bench.contenders.base import HOST, Contender, Facts, Role
-from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, fill, private_tensors
+from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, fill, mirrors, private_tensors
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
@@ -38,12 +38,18 @@ _PAGE_SHIFT: Final = 16
 
 
 def open_instance(
-    role: Role, workload: BenchWorkload, transport: str, *, pool_bytes: int, accessible: bool = True
+    role: Role,
+    workload: BenchWorkload,
+    transport: str,
+    *,
+    pool_bytes: int,
+    host_pool_bytes: int = 0,
+    accessible: bool = True,
 ) -> LLMDataDist:
     """Return an initialized LLMDataDist; the source listens.
 
-    ``pool_bytes`` is the size of the device pool; 0: no pool. ``accessible`` is remote cache access (RCA): a push needs
-    it, a pull by key must not have it.
+    ``pool_bytes`` is the size of the device pool, ``host_pool_bytes`` of the other; 0: no pool. ``accessible`` is
+    remote cache access (RCA): a push needs it, a pull by key must not have it.
     """
     config = LLMConfig()
     config.device_id = 0
@@ -52,11 +58,15 @@ def open_instance(
     config.sync_kv_timeout = _TIMEOUT_MS
     if pool_bytes:
         config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
+    if host_pool_bytes:
+        config.host_mem_pool_cfg = json.dumps({"memory_size": host_pool_bytes, "page_shift": _PAGE_SHIFT})
     if role is Role.SOURCE:
         config.listen_ip_info = f"{HOST}:0"
     options = config.generate_options()
     options["llm.Transport"] = transport
     options["llm.CopyThreads"] = str(workload.threads)
+    if workload.memory is BenchMemory.GPU:
+        options["llm.DeviceMemory"] = "cuda"
     datadist = LLMDataDist(LLMRole.PROMPT if role is Role.SOURCE else LLMRole.DECODER, CLUSTER[role])
     datadist.init(options)
     return datadist
@@ -70,7 +80,7 @@ def in_pages(nbytes: int) -> int:
 
 def pool_bytes_for(workload: BenchWorkload) -> int:
     """Return the bytes of a pool that holds the workload's tensors; 0 for registered memory."""
-    return in_pages(workload.tensor_bytes) * workload.tensors if workload.memory is BenchMemory.POOL else 0
+    return 0 if workload.memory is BenchMemory.REGISTERED else in_pages(workload.tensor_bytes) * workload.tensors
 
 
 def desc_of(workload: BenchWorkload, rows: int | None = None, placement: Placement = Placement.DEVICE) -> CacheDesc:
@@ -84,9 +94,10 @@ def make_cache(
 ) -> tuple[Cache, list[Bytes]]:
     """Make a cache of the workload's tensors, a blocks cache or a continuous one, and arrays over it."""
     manager, desc = datadist.cache_manager, desc_of(workload)
-    if workload.memory is BenchMemory.POOL:
+    if workload.memory is not BenchMemory.REGISTERED:
         cache = manager.allocate_blocks_cache(desc, key) if paged else manager.allocate_cache(desc)
-        return cache, tensor_views(cache)
+        on_gpu = workload.memory is BenchMemory.GPU
+        return cache, mirrors(workload, cache.tensor_addrs) if on_gpu else tensor_views(cache)
     tensors = private_tensors(workload)
     bases = [each.ctypes.data for each in tensors]
     return manager.register_blocks_cache(desc, bases, key) if paged else manager.register_cache(desc, bases), tensors
@@ -108,6 +119,7 @@ class Ours(Contender):
     """pull_blocks and push_blocks of a blocks cache between two processes, with NumPy arrays of block numbers."""
 
     ops: ClassVar[tuple[Op, ...]] = (Op.PULL, Op.PUSH, Op.LATENCY)
+    memories: ClassVar[tuple[BenchMemory, ...]] = tuple(BenchMemory)
 
     def start(self) -> Facts:
         self._datadist = self._open(self.role)
@@ -178,6 +190,7 @@ class ByKey(Ours):
     """
 
     ops = (Op.LATENCY,)
+    memories = (BenchMemory.POOL,)
     pool_only = "pulling a registered cache consumes no key"
 
     def start(self) -> Facts:
