@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.peers.cuda import CudaCopy
 from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.contenders.gpu import CudaLoop
 from llm_datadist.bench.workload import BenchWorkload
 
 
@@ -41,7 +41,7 @@ class MovesNothing(Good):
         pass
 
 
-class MovesNothingOnAGpu(CudaLoop):
+class MovesNothingOnAGpu(CudaCopy):
     def transfer(self) -> None:
         pass
 

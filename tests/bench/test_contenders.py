@@ -307,7 +307,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("op", [Op.D2D, Op.H2D, Op.D2H])
 def test_what_did_not_move_beside_a_gpu_is_found(op: Op) -> None:
     """The bytes that are compared are those of the GPU, not what the host has of them."""
-    with pytest.raises(ContenderFailed, match="wrong bytes"):
+    with pytest.raises(ContenderFailed, match="wrong bytes among the first blocks"):
         passes("tests.bench.broken:MovesNothingOnAGpu", work(op, memory=BenchMemory.GPU))
 
 
@@ -315,7 +315,7 @@ def test_what_did_not_move_beside_a_gpu_is_found(op: Op) -> None:
 def test_a_driver_without_a_function_is_a_reason() -> None:
     assert cuda.why_not() is None
     assert cuda.why_not("cuInit", "cuFly") == "the driver has no cuFly"
-    with pytest.raises(cuda.CudaError, match="cuStreamSynchronize: CUDA_ERROR_INVALID_HANDLE"):
+    with pytest.raises(RuntimeError, match="cuStreamSynchronize: CUDA_ERROR_INVALID_HANDLE"):
         cuda.call("cuStreamSynchronize", c_void_p(8))
 
 

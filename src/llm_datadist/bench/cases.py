@@ -209,8 +209,6 @@ def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str
         names = request.against
     elif request.op in MOVES:
         names = usual
-    elif request.op is Op.LATENCY and request.memory is BenchMemory.GPU:
-        names = usual[1:]
     elif request.op is Op.LATENCY:
         names = ("tcp-raw", "nixl") if transport in _BETWEEN_HOSTS else ("nixl", "nixl-prepared")
     if transport in _BETWEEN_HOSTS:

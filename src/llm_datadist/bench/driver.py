@@ -69,7 +69,7 @@ class _Check:
             if (reason := why_not(contender, case.workload)) is not None:
                 self._say(f"{contender}: {reason}")
                 ours = contender == case.contender
-                self._tell.leave_out(case.what if ours else contender, f"{contender}: {reason}" if ours else reason)
+                self._tell.left_out.setdefault(reason, {})[case.what if ours else contender] = None
                 if ours:
                     self._say(f"left out: {case.title}")
                     return None
@@ -106,7 +106,7 @@ class _Check:
                 "fewer --blocks, or fewer contenders --against"
             )
             self._say(f"left out: {case.title}: {why}")
-            self._tell.leave_out(case.what, why)
+            self._tell.left_out.setdefault(why, {})[case.what] = None
         return fits
 
     def _say(self, text: str) -> None:

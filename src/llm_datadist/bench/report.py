@@ -10,7 +10,7 @@ from llm_datadist.bench.progress import BenchProgress
 from llm_datadist.bench.workload import MOVES, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from llm_datadist.bench.rows import Row
     from llm_datadist.bench.suite import Floor
@@ -22,18 +22,12 @@ class BenchReporter(BenchProgress):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream, "cases")
         self._cases: list[Case] = []
-        self.left_out: dict[str, list[str]] = {}  # by the reason: contenders and cases
+        self.left_out: dict[str, dict[str, None]] = {}  # by the reason: contenders and cases
 
     def take(self, cases: Sequence[Case]) -> None:
         """Set the cases that will run."""
         self._cases = list(cases)
         self.begin(len(cases))
-
-    def leave_out(self, what: str, why: str) -> None:
-        """Remember a contender or a case that cannot run."""
-        named = self.left_out.setdefault(why, [])
-        if what not in named:
-            named.append(what)
 
     def progress(self, case: Case, contender: str, done: int, total: int) -> None:
         """Move the bar by the finished part of the passes."""
@@ -48,13 +42,6 @@ def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
     for op in dict.fromkeys(row.op for row in rows):
         cells = _rates if op in MOVES else _times
         show_table(op, [cells(row) for row in rows if row.op == op], stream)
-
-
-def show_left_out(left_out: Mapping[str, Sequence[str]], stream: TextIO) -> None:
-    """Print what could not run, and why."""
-    if left_out:
-        rows = [{"what": ", ".join(what), "why": why} for why, what in left_out.items()]
-        show_table("left out", rows, stream)
 
 
 def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:

@@ -12,11 +12,12 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
+from llm_datadist._tables import show_table
 from llm_datadist.bench import BenchError
 from llm_datadist.bench.cases import Request, cases_of
 from llm_datadist.bench.driver import prepare, run
 from llm_datadist.bench.plot import draw
-from llm_datadist.bench.report import BenchReporter, show_floors, show_left_out, show_rows
+from llm_datadist.bench.report import BenchReporter, show_floors, show_rows
 from llm_datadist.bench.suite import floors, standard
 from llm_datadist.bench.summary import show_summary
 from llm_datadist.bench.workload import BenchMemory, Op
@@ -117,7 +118,9 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
         reporter.take(cases)
         results = run(cases, reporter, timeout)
     show_rows(results.rows, sys.stdout)
-    show_left_out(reporter.left_out, sys.stdout)
+    if reporter.left_out:
+        left_out = [{"what": ", ".join(what), "why": why} for why, what in reporter.left_out.items()]
+        show_table("left out", left_out, sys.stdout)
     if suite:
         asked = floors(results.rows)
         show_floors(asked, sys.stdout)

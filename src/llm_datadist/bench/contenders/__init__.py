@@ -30,7 +30,7 @@ LIMITS: Final = {
     "memcpy-nt": f"{__name__}.limits:MemcpyStreaming",
     "cma": f"{__name__}.limits:Cma",
     "tcp-raw": f"{__name__}.limits:TcpRaw",
-    "cuda-copy": f"{__name__}.gpu:CudaCopy",
+    "cuda-copy": "benchmarks.peers.cuda:CudaCopy",
 }
 """Limits of the machine, without this library's engine. ``memcpy-nt``: streaming stores."""
 
@@ -41,8 +41,8 @@ PEERS: Final = {
     "nixl-tcp-prepared": "benchmarks.peers.nixl:NixlTcpPrepared",
     "mooncake": "benchmarks.peers.mooncake:Mooncake",
     "torch": "benchmarks.peers.torch:Torch",
-    "cuda-loop": f"{__name__}.gpu:CudaLoop",
-    "cuda-batch": f"{__name__}.gpu:CudaBatch",
+    "cuda-loop": "benchmarks.peers.cuda:CudaLoop",
+    "cuda-batch": "benchmarks.peers.cuda:CudaBatch",
     "nixl-gpu": "benchmarks.peers.nixl:NixlGpu",
     "torch-gpu": "benchmarks.peers.torch:TorchGpu",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from ctypes import c_uint64
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
@@ -136,8 +137,10 @@ class Contender(ABC):
 
 def exchange(views: list[Bytes], *, send: bool) -> None:
     """Copy the bytes of those views that are mirrors to the GPU, or from it."""
-    if mirrors := [each for each in views if isinstance(each, Mirror)]:
-        cuda.exchange(mirrors, send=send)
+    for each in views:
+        if isinstance(each, Mirror):
+            here, there = c_uint64(each.ctypes.data), c_uint64(each.address)
+            cuda.copy([(there, here) if send else (here, there)], each.nbytes)
 
 
 def _seconds(action: Callable[..., None], *args: int) -> float:

@@ -32,11 +32,8 @@ class Local(Contender):
     caches: ClassVar[int] = 1
 
     def start(self) -> Facts:
-        size = pool_bytes_for(self.workload)
-        host = size if self.workload.op in (Op.H2D, Op.D2H) else 0
-        self._datadist: LLMDataDist = open_instance(
-            Role.SOURCE, self.workload, "inproc", pool_bytes=size * self.caches, host_pool_bytes=host
-        )
+        size = pool_bytes_for(self.workload) * self.caches
+        self._datadist: LLMDataDist = open_instance(Role.SOURCE, self.workload, "inproc", pool_bytes=size)
         self.prepare()
         return {"transport": "local"}
 
@@ -96,9 +93,10 @@ class SwapBlocks(Local):
         else:
             host = self._datadist.cache_manager.allocate_blocks_cache(desc)
             here = tensor_views(host)
-        self._src, self._dst, self.source_views, self.destination_views = device, host, there, here
-        if self.workload.op is Op.H2D:
-            self._src, self._dst, self.source_views, self.destination_views = host, device, here, there
+        sides = [(device, there), (host, here)]
+        (self._src, self.source_views), (self._dst, self.destination_views) = (
+            sides[::-1] if self.workload.op is Op.H2D else sides
+        )
         self._pairs = dict(self.workload.pairs)
 
     def transfer(self) -> None:

@@ -38,18 +38,12 @@ _PAGE_SHIFT: Final = 16
 
 
 def open_instance(
-    role: Role,
-    workload: BenchWorkload,
-    transport: str,
-    *,
-    pool_bytes: int,
-    host_pool_bytes: int = 0,
-    accessible: bool = True,
+    role: Role, workload: BenchWorkload, transport: str, *, pool_bytes: int, accessible: bool = True
 ) -> LLMDataDist:
     """Return an initialized LLMDataDist; the source listens.
 
-    ``pool_bytes`` is the size of the device pool, ``host_pool_bytes`` of the other; 0: no pool. ``accessible`` is
-    remote cache access (RCA): a push needs it, a pull by key must not have it.
+    ``pool_bytes`` is the size of the device pool; 0: no pool. ``accessible`` is remote cache access (RCA): a push needs
+    it, a pull by key must not have it.
     """
     config = LLMConfig()
     config.device_id = 0
@@ -58,8 +52,8 @@ def open_instance(
     config.sync_kv_timeout = _TIMEOUT_MS
     if pool_bytes:
         config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
-    if host_pool_bytes:
-        config.host_mem_pool_cfg = json.dumps({"memory_size": host_pool_bytes, "page_shift": _PAGE_SHIFT})
+    if workload.op in (Op.H2D, Op.D2H):
+        config.host_mem_pool_cfg = config.mem_pool_cfg
     if role is Role.SOURCE:
         config.listen_ip_info = f"{HOST}:0"
     options = config.generate_options()
