@@ -41,7 +41,7 @@ class StillAgent:
         self.name = "still"
         self.loaded: dict[str, str] = {}
 
-    def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
+    def cover(self, bases: NDArray[np.uint64], extent: int, device: int = -1) -> None:
         """Take tensors as registered."""
 
     def covers_any(self, bases: list[int]) -> bool:
@@ -64,6 +64,7 @@ class StillAgent:
         there: NDArray[np.uint64],
         turn: Callable[[], object],
         progress: BytesDone,
+        devices: tuple[int, int] = (-1, -1),
     ) -> None:
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes
         if len(here) and (int(here[:, 0].min()) < first or int((here[:, 0] + here[:, 1]).max()) > last):

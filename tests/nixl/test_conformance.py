@@ -153,7 +153,7 @@ def test_a_kept_exception_keeps_no_agent() -> None:
     agent.end()
     assert (os.listdir("/proc/self/fd"), kept.value.__traceback__ is None) == (before, False)
     with pytest.raises(NixlFailed) as kept:
-        Agent("tcp", progress=True, pools=[(0, -1)])
+        Agent("tcp", progress=True, pools=[(0, -1, -1)])
     assert (os.listdir("/proc/self/fd"), kept.value.__traceback__ is None) == (before, False)
 
 

@@ -35,6 +35,7 @@ from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
 from llm_datadist._transport.moves import MoveReply, answer, is_one_request, refusal, status_of
 from llm_datadist._transport.nixl_agent import (
+    HOST,
     NOT_INSTALLED,
     Address,
     Agent,
@@ -45,6 +46,7 @@ from llm_datadist._transport.nixl_agent import (
     spans_of,
     ucx_transports,
     usable,
+    why_no_gpu,
 )
 from llm_datadist._transport.peer_memory import why_other_user
 from llm_datadist._transport.transport import Context, Meeting, Transport
@@ -88,7 +90,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """Initiator -> owner: move this; ``meta`` is a request as over a data lane.
 
     If ``direct``, the initiator moves the bytes after Ready. Else ``receiver`` is its own, with tensors at ``bases``
-    and runs at ``offsets`` (uint64, little-endian). ``loaded``: the owner's receiver that its sender knows.
+    and runs at ``offsets`` (uint64, little-endian). The ordinal of the GPU in which they lie, if any, follows the
+    bases. ``loaded``: the owner's receiver that its sender knows.
     """
 
     move: _Number
@@ -182,8 +185,10 @@ class NixlTransport(Transport):
         if forced and not meeting.authenticated and meeting.sock is not None:
             why_not = why_other_user(meeting.sock, meeting.exports.users) or why_not
             mine = "" if why_not else mine
-        if meeting.any_has_device:
-            return Verdict(False, "a side has memory of a GPU, which is not described to NIXL")
+        if meeting.any_has_device and not forced:
+            return Verdict(False, "a side has memory of a GPU, for which no one chooses it: set llm.Transport=nixl")
+        if meeting.exports.device is not None and (reason := why_no_gpu() if self.asked else _NOT_ASKED):
+            return Verdict(False, reason)
         if not mine:
             return Verdict(False, why_not if theirs else "neither side has NIXL", silent=not theirs)
         if not theirs:
@@ -258,7 +263,8 @@ class AgentSlot:
     """
 
     def __init__(self, context: Context, fabric: str, *, progress: bool) -> None:
-        pools = [(segment.address, segment.nbytes) for segment in context.exports.regions.values()]
+        regions = context.exports.regions.values()
+        pools = [(segment.address, segment.nbytes, segment.place.device) for segment in regions]
         self._make = partial(Agent, fabric, progress=progress, pools=pools)
         self._lock = threading.RLock()  # held while the agent is used, and for changes below but `_retired = True`
         self.agent: Agent | None = None
@@ -291,11 +297,13 @@ class AgentSlot:
 
         Return address, bases and offsets as in :class:`Ask`; ``known``: the receiver that the peer's sender knows.
         """
-        bases, offsets = _runs_of(end)
+        (bases, offsets), device = _runs_of(end), end.tensors.place.device
         with self.using(turn) as agent:
-            agent.cover(bases, end.tensors.extent)
+            agent.cover(bases, end.tensors.extent, device)
             address = agent.address(known)
             self.users += 1
+        if device != HOST:
+            bases = np.append(bases, np.uint64(device))
         return address, bases.astype("<u8").tobytes(), offsets.astype("<u8").tobytes()
 
     def move(self, turn: Callable[[], float], end: PlanSide, there: Ask | Ready, progress: BytesDone) -> str:
@@ -305,16 +313,21 @@ class AgentSlot:
         during the move ends the agent, so that nothing touches the memory.
         """
         (bases, offsets), nbytes = _runs_of(end), end.plan.runs[:, 2]
-        theirs = (_numbers(there.bases, len(bases), "bases"), _numbers(there.offsets, len(offsets), "offsets"))
+        device = there.bases[8 * len(bases) :]
+        theirs = (
+            _numbers(there.bases[: 8 * len(bases)], len(bases), "bases"),
+            _numbers(there.offsets, len(offsets), "offsets"),
+        )
+        devices = end.tensors.place.device, int(_numbers(device, 1, "a GPU")[0]) if device else HOST
         assert there.receiver is not None, "the server has checked it"
         verb = "READ" if end.is_dst else "WRITE"
         with self.using(turn) as agent:
             try:
                 if not agent.load(there.receiver):
                     return ""
-                agent.cover(bases, end.tensors.extent)
-                mine = spans_of(bases, offsets, nbytes)
-                agent.move(verb, there.receiver.name, mine, spans_of(*theirs, nbytes), turn, progress)
+                agent.cover(bases, end.tensors.extent, devices[0])
+                spans = spans_of(bases, offsets, nbytes, devices[0]), spans_of(*theirs, nbytes, devices[1])
+                agent.move(verb, there.receiver.name, *spans, turn, progress, devices)
             except BaseException:
                 self.end()
                 raise

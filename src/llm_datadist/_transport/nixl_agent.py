@@ -55,6 +55,7 @@ _KNOWN_RECEIVERS: Final = 4  # a peer uses two at a time; older ones have ended
 #: Longest sleep of a receiver's thread; bytes wake it. NIXL's default, no sleep, takes a whole core.
 _SLEEP_MICROSECONDS: Final = 100_000
 _QUICK_POLLS: Final = 50  # polls without a pause, enough for a small transfer
+HOST: Final = -1  # in place of a GPU's ordinal
 _making = threading.Lock()  # tells the threads of a new agent from those of another one
 os.register_at_fork(after_in_child=lambda: globals().update(_making=threading.Lock()))
 
@@ -145,9 +146,23 @@ def ucx_transports(fabric: str) -> str:
     return chosen
 
 
-def spans_of(bases: NDArray[np.uint64], offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return NIXL's descriptors (address, bytes, device 0) of every run of every tensor, shape (T * R, 3)."""
-    spans = np.zeros((len(bases), len(offsets), 3), np.uint64)
+def why_no_gpu() -> str:
+    """Return why UCX may not move memory of a GPU here, if so.
+
+    Without cuda_copy UCX takes it for the host's. cuda_ipc maps it in the peer, which an agent's end does not stop; and
+    what gdr_copy does then nobody has looked at.
+    """
+    chosen = os.environ.get("UCX_TLS", "")
+    if [name for name in chosen.split(",") if _GPU.fullmatch(name)] == ["cuda_copy"]:
+        return ""
+    return f"UCX_TLS={chosen}: must name cuda_copy and no other transport of GPU memory, as in tcp,cuda_copy"
+
+
+def spans_of(
+    bases: NDArray[np.uint64], offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64], device: int = HOST
+) -> NDArray[np.uint64]:
+    """Return NIXL's descriptors (address, bytes, device) of every run of every tensor, shape (T * R, 3)."""
+    spans = np.full((len(bases), len(offsets), 3), max(0, device), np.uint64)
     np.add(bases[:, None], offsets[None, :], out=spans[:, :, 0])
     spans[:, :, 1] = nbytes
     return spans.reshape(-1, 3)
@@ -163,18 +178,18 @@ class BytesDone:
 class Agent:
     """One NIXL agent, over NIXL's bindings: NIXL's Python class gives a progress thread a whole core.
 
-    ``pools``: spans (address, bytes), registered at once.
+    ``pools``: spans (address, bytes, ordinal of their GPU or HOST), registered at once.
     Threads: one at a time, :meth:`end` included.
     Errors: NixlFailed for every error of NIXL.
     """
 
-    def __init__(self, fabric: str, *, progress: bool, pools: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, fabric: str, *, progress: bool, pools: Iterable[tuple[int, int, int]] = ()) -> None:
         self.name = secrets.token_hex(8)
         self.version = 0  # of what is registered
         self.loaded: dict[str, str] = {}  # receivers of the peer that this agent knows: name -> Address.known_as
         self._pools = list(pools)
         #: Registered outside the pools; replaced, never changed, because other threads read it.
-        self.others: set[tuple[int, int]] = set()
+        self.others: set[tuple[int, int, int]] = set()
         self._metadata = b""  # of this version, once needed
         self._nixl: Any = None  # until end(). No frame may hold it, because exceptions keep frames
         self._api = _import_bindings()
@@ -197,17 +212,17 @@ class Agent:
             self.end()
             raise NixlFailed(f"UCX cannot use {fabric}: {str(error) or type(error).__name__}") from error
 
-    def cover(self, bases: NDArray[np.uint64], extent: int) -> None:
+    def cover(self, bases: NDArray[np.uint64], extent: int, device: int = HOST) -> None:
         inside = np.zeros(len(bases), bool)
-        for address, nbytes in self._pools:
+        for address, nbytes, _ in self._pools:
             inside |= (bases >= address) & (bases + np.uint64(extent) <= address + nbytes)
-        missing = {(base, extent) for base in bases[~inside].tolist()} - self.others
+        missing = {(base, extent, device) for base in bases[~inside].tolist()} - self.others
         if missing:
             self._register(sorted(missing))
             self.others = self.others | missing
 
     def covers_any(self, bases: Iterable[int]) -> bool:
-        known = {base for base, _ in self.others}
+        known = {base for base, _, _ in self.others}
         return not known.isdisjoint(bases)
 
     def address(self, known: str) -> Address:
@@ -246,11 +261,12 @@ class Agent:
         there: NDArray[np.uint64],
         turn: Callable[[], object],
         progress: BytesDone,
+        devices: tuple[int, int] = (HOST, HOST),
     ) -> None:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 
-        ``peer`` is loaded. ``turn`` runs between steps and may raise. After an exception bytes may move until
-        :meth:`end`.
+        ``devices``: GPU or HOST, here and there. ``peer`` is loaded. ``turn`` runs between steps and may raise. After
+        an exception bytes may move until :meth:`end`.
         """
         operation = getattr(self._api, f"NIXL_{verb}")
         ends = np.cumsum(here[:, 1])
@@ -262,7 +278,10 @@ class Agent:
                 if first < len(here) and len(posted) < _PARTS_ON_THEIR_WAY:
                     begun = int(ends[first - 1]) if first else 0
                     last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
-                    spans = [self._api.nixlXferDList(self._api.DRAM_SEG, each[first:last]) for each in (here, there)]
+                    spans = [
+                        self._api.nixlXferDList(self._segment(device), each[first:last])
+                        for each, device in ((here, devices[0]), (there, devices[1]))
+                    ]
                     handle = self._call("createXferReq", operation, *spans, peer, "", self._ucx)
                     posted.append((handle, int(ends[last - 1]) - begun))
                     self._call("postXferReq", handle, "")
@@ -305,9 +324,15 @@ class Agent:
     def cpu_seconds(self) -> float:
         return sum(_cpu_seconds(thread) for thread in self.threads)
 
-    def _register(self, spans: Iterable[tuple[int, int]]) -> None:
-        described = [(address, nbytes, 0, "") for address, nbytes in spans]
-        self._call("registerMem", self._api.nixlRegDList(self._api.DRAM_SEG, described), self._ucx)
+    def _segment(self, device: int) -> Any:  # noqa: ANN401 (NIXL has no types)
+        return self._api.DRAM_SEG if device == HOST else self._api.VRAM_SEG
+
+    def _register(self, spans: Iterable[tuple[int, int, int]]) -> None:
+        described: dict[Any, list[tuple[int, int, int, str]]] = {}
+        for address, nbytes, device in spans:
+            described.setdefault(self._segment(device), []).append((address, nbytes, max(0, device), ""))
+        for segment, each in described.items():
+            self._call("registerMem", self._api.nixlRegDList(segment, each), self._ucx)
         self.version += 1
         self._metadata = b""
 
