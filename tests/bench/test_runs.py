@@ -97,32 +97,23 @@ def test_a_run_gives_complete_rows(tmp_path: Path, arguments: str, wanted: list[
     _run(tmp_path, arguments, "" if arguments.startswith(("plan", "alloc", "link")) else ",", wanted)
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.gpu(True)
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "transport"),
     [
-        (f"d2d {SHAPE}", {"call": "copy_blocks", "transport": "local"}),
-        (f"h2d {SHAPE}", {"call": "swap_blocks", "transport": "local"}),
-        (f"d2h {SHAPE}", {"call": "swap_blocks", "transport": "local"}),
-        (f"swap --memory gpu {SHAPE}", {"call": "swap_blocks", "transport": "local"}),
-        (f"copy --memory gpu {SHAPE}", {}),
-        (f"pull --memory gpu --transport shm {SHAPE}", {"transport": "shm"}),
-        (f"pull --memory gpu --transport tcp {SHAPE}", {"transport": "tcp"}),
-        (f"push --memory gpu --transport inproc {SHAPE}", {"transport": "inproc"}),
+        *((each, "local") for each in ("d2d", "h2d", "d2h", "swap --memory gpu")),
+        *((f"pull --memory gpu --transport {each}", each) for each in ("shm", "tcp", "inproc")),
     ],
 )
 def test_a_run_in_a_gpu_gives_complete_rows(
-    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, wanted: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, transport: str
 ) -> None:
-    assert gpu
     fakecuda.load()
     for name, value in fakecuda.environment(delay_us=100).items():
         monkeypatch.setenv(name, value)
-    rows = [SHAPED | {"memory": "gpu", "limit": "cuda-copy"} | wanted]
-    if arguments.startswith("copy"):  # no contender makes one call for each row
-        rows = [{"call": "copy_blocks", "memory": "gpu"}, {"call": "copy_cache", "memory": "gpu"}]
-    left = _run(tmp_path, arguments, "cuda-copy,memcpy", rows)
-    [why] = [each["why"] for each in left if each["what"] == "memcpy"]
+    rows = [SHAPED | {"memory": "gpu", "limit": "cuda-copy", "transport": transport}]
+    [why] = [each["why"] for each in _run(tmp_path, f"{arguments} {SHAPE}", "cuda-copy,memcpy", rows)]
     assert why.endswith(f"not for {arguments[:3] if arguments[1] == '2' else 'gpu'}")
 
 

@@ -570,16 +570,10 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream 
 }
 
 // As CUDA 12.8 declares it, and drivers export it under this name: 13.0 has another one. No order is promised: this is
-// the reverse.
-struct attributes {
-    int order;
-    CUmemLocation hints[2];
-    unsigned int flags;
-};
-
-CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, struct attributes* attributes,
+// the reverse. The attributes are an order of access, two locations of two words, and flags.
+CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, int* attributes,
                             size_t* firsts, size_t kinds, size_t* failed, CUstream stream) {
-    if (stream == NULL || count == 0 || kinds != 1 || *firsts != 0 || attributes->order != 1 || attributes->flags != 0)
+    if (stream == NULL || count == 0 || kinds != 1 || *firsts != 0 || attributes[0] != 1 || attributes[5] != 0)
         return CUDA_ERROR_INVALID_VALUE;
     for (*failed = count; (*failed)-- > 0;) {
         const CUresult result = cuMemcpyAsync(to[*failed], from[*failed], bytes[*failed], stream);

@@ -5,7 +5,6 @@ does. Nothing here says what UCX does with a GPU.
 """
 
 import ctypes
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole, Placement
+from llm_datadist import BlocksCacheKey
 from llm_datadist._transport import nixl, nixl_agent
 from llm_datadist._transport.nixl_agent import Agent, BytesDone, NixlFailed, spans_of
 from llm_datadist._transport.transport import Meeting
 from llm_datadist.errors import LinkRefused
 from tests.support import fakecuda
+from tests.support.linking import bytes_move_both_ways, explain
+from tests.support.moves import Spec, Use, call, forget, make, moved, same_bytes, show
+from tests.support.pairs import Pair
 
 AGENTS: dict[str, "StubNixl"] = {}
 
@@ -34,50 +36,41 @@ def bytes_at(address: int, nbytes: int) -> Any:
 class StubNixl:
     """An agent of NIXL that moves bytes at once, to and from agents of this process."""
 
-    def __init__(self, name: str, config: object) -> None:
-        self.name, self.registered = name, list[Any]()
+    def __init__(self, name: str, _: object) -> None:
+        self.name = name
+        self.registered: dict[tuple[str, int], list[range]] = {}
         AGENTS[name] = self
 
-    def registerMem(self, described: Any, backends: object) -> None:  # noqa: N802
-        segment, spans = described
-        self.registered += [(segment, *span) for span in spans]
-
-    def check(self, segment: str, address: int, nbytes: int, device: int) -> None:
-        for known, start, length, where, _ in self.registered:
-            if (known, where) == (segment, device) and start <= address and address + nbytes <= start + length:
-                return
-        raise RuntimeError(f"NIXL_ERR_NOT_FOUND: {segment} {device}")
+    def registerMem(self, described: Any, _: object) -> None:  # noqa: N802
+        for start, nbytes, device, _ in described[1]:
+            self.registered.setdefault((described[0], device), []).append(range(start, start + nbytes))
 
     def createXferReq(self, verb: str, here: Any, there: Any, peer: str, *_: object) -> Any:  # noqa: N802
-        moves = []
-        for mine, theirs in zip(here[1].tolist(), there[1].tolist(), strict=True):
-            self.check(here[0], *mine)
-            AGENTS[peer].check(there[0], *theirs)
-            moves.append((theirs, mine) if verb == "WRITE" else (mine, theirs))
-        return moves
+        for agent, (segment, spans) in ((self, here), (AGENTS[peer], there)):
+            for start, nbytes, device in spans.tolist():
+                known = agent.registered.get((segment, device), [])
+                if not any(start in each and start + nbytes - 1 in each for each in known):
+                    raise RuntimeError(f"NIXL_ERR_NOT_FOUND: {segment} {device}")
+        pairs = zip(here[1].tolist(), there[1].tolist(), strict=True)
+        return [(theirs, mine) if verb == "WRITE" else (mine, theirs) for mine, theirs in pairs]
 
     def postXferReq(self, moves: Any, _: object) -> None:  # noqa: N802
         for (to, nbytes, _), (of, _, _) in moves:
             bytes_at(to, nbytes)[:] = bytes_at(of, nbytes)
 
-    def getLocalMD(self) -> bytes:  # noqa: N802
-        return self.name.encode()
-
-    def loadRemoteMD(self, metadata: bytes) -> str:  # noqa: N802
-        return metadata.decode()
-
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: ({}, None) if name == "getPluginParams" else "DONE" if name == "getXferStatus" else None
-
-
-def pair(segment: str, spans: object) -> tuple[str, object]:
-    return segment, spans
+        answers: dict[str, Any] = {
+            "getPluginParams": ({}, None),
+            "getXferStatus": "DONE",
+            "getLocalMD": self.name.encode(),
+        }
+        return lambda *asked: answers.get(name, asked[0] if asked else None)  # metadata are a name
 
 
 BINDINGS = SimpleNamespace(
-    nixlAgent=StubNixl, nixlAgentConfig=SimpleNamespace, nixlRegDList=pair, nixlXferDList=pair, DRAM_SEG="DRAM",
-    VRAM_SEG="VRAM", NIXL_READ="READ", NIXL_WRITE="WRITE", NIXL_IN_PROG="PROC", NIXL_SUCCESS="DONE",
-    NIXL_THREAD_SYNC_STRICT=0,
+    nixlAgent=StubNixl, nixlAgentConfig=SimpleNamespace, nixlRegDList=lambda *of: of, nixlXferDList=lambda *of: of,
+    **{name: name for name in ("DRAM_SEG", "VRAM_SEG", "NIXL_THREAD_SYNC_STRICT")},
+    NIXL_READ="READ", NIXL_WRITE="WRITE", NIXL_IN_PROG="PROC", NIXL_SUCCESS="DONE",
 )  # fmt: skip
 
 
@@ -96,42 +89,28 @@ def test_memory_of_a_gpu_is_vram_with_its_ordinal_and_that_of_the_host_dram() ->
     agent.cover(np.array([4096, 8192], np.uint64), 100, 1)  # inside the pools
     agent.cover(np.array([1 << 20], np.uint64), 10, 3)
     agent.cover(np.array([1 << 21], np.uint64), 10)
-    assert AGENTS[agent.name].registered == [
-        ("DRAM", 4096, 100, 0, ""), ("VRAM", 8192, 100, 1, ""), ("VRAM", 1 << 20, 10, 3, ""),
-        ("DRAM", 1 << 21, 10, 0, ""),
-    ]  # fmt: skip
+    assert AGENTS[agent.name].registered == {
+        ("DRAM_SEG", 0): [range(4096, 4196), range(1 << 21, (1 << 21) + 10)],
+        ("VRAM_SEG", 1): [range(8192, 8292)],
+        ("VRAM_SEG", 3): [range(1 << 20, (1 << 20) + 10)],
+    }
     assert agent.covers_any([1 << 20])
-    base, offset, nbytes = (np.array([each], np.uint64) for each in (8192, 5, 7))
-    assert spans_of(base, offset, nbytes, 1).tolist() == [[8197, 7, 1]]
-    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    for each in (source, target):
-        agent.cover(np.array([each.ctypes.data], np.uint64), 64)
-    here, there = (np.array([[each.ctypes.data, 64, 0]], np.uint64) for each in (source, target))
-    with pytest.raises(NixlFailed, match="VRAM 0"):
-        agent.move("WRITE", agent.name, here, there, lambda: None, BytesDone(), (-1, 0))
-    assert not target.any()
-    agent.move("WRITE", agent.name, here, there, lambda: None, BytesDone())
-    assert (target == source).all()
+    base, offset, nbytes = np.array([[8192], [5], [7]], np.uint64)
+    spans = spans_of(base, offset, nbytes, 1)
+    assert spans.tolist() == [[8197, 7, 1]]
+    with pytest.raises(NixlFailed, match="DRAM_SEG 1"):
+        agent.move("WRITE", agent.name, spans, spans, lambda: None, BytesDone(), (1, -1))
 
 
 @pytest.mark.parametrize(
     ("asked", "forced", "ucx", "on_gpu", "reason"),
     [
-        (True, True, "tcp,cuda_copy", "both", ""),
         (True, True, "tcp,cuda_copy", "mine", ""),
         (True, True, None, "theirs", ""),  # the peer sees to its own
         (False, False, "tcp,cuda_copy", "theirs", "a side has memory of a GPU, for which no one chooses it"),
         (False, True, "tcp,cuda_copy", "mine", "this side does not ask for it"),
         (True, True, None, "mine", "UCX_TLS=: must name cuda_copy and no other"),
-        (True, True, "tcp", "both", "UCX_TLS=tcp: must name cuda_copy"),
-        (True, True, "tcp,cuda", "mine", "UCX_TLS=tcp,cuda: must name cuda_copy"),
-        (
-            True,
-            True,
-            "tcp,cuda_copy,cuda_ipc",
-            "mine",
-            "UCX_TLS=tcp,cuda_copy,cuda_ipc: must name cuda_copy and no other",
-        ),
+        (True, True, "tcp,cuda_copy,cuda_ipc", "mine", "UCX_TLS=tcp,cuda_copy,cuda_ipc: must name cuda_copy and no"),
     ],
 )
 def test_nixl_moves_memory_of_a_gpu_only_if_asked_to_and_only_by_copies_that_end_with_an_agent(
@@ -153,51 +132,24 @@ def test_nixl_moves_memory_of_a_gpu_only_if_asked_to_and_only_by_copies_that_end
     meeting.close()
 
 
-def instance(role: LLMRole, cluster_id: int, device: str, transport: str = "nixl") -> LLMDataDist:
-    config = LLMConfig()
-    config.device_id, config.enable_cache_manager, config.enable_remote_cache_accessible = 0, True, True
-    config.listen_ip_info, config.mem_pool_cfg = "127.0.0.1:0", json.dumps({"memory_size": 4 << 20})
-    made = LLMDataDist(role, cluster_id)
-    made.init(config.generate_options() | {"llm.Transport": transport, "llm.DeviceMemory": device})
-    return made
-
-
-def link(decoder: LLMDataDist, prompt: LLMDataDist) -> None:
-    info = LLMClusterInfo()
-    info.remote_cluster_id = 1
-    info.append_local_ip_info("127.0.0.1", 0)
-    info.append_remote_ip_info("127.0.0.1", prompt.listen_port or 0)
-    decoder.link_clusters([info], 10_000)
-
-
 @pytest.mark.gpu(True)
-@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("host", "cuda"), ("cuda", "host")])
-def test_pulls_and_pushes_move_the_addressed_bytes_of_a_gpu(gpu: bool, devices: tuple[str, str]) -> None:
-    assert gpu
-    fakecuda.load()
-    prompt, decoder = instance(LLMRole.PROMPT, 1, devices[0]), instance(LLMRole.DECODER, 2, devices[1])
-    link(decoder, prompt)
-    assert decoder.explain(1).transport == "nixl"
-    desc, key = CacheDesc(3, [8, 1000], DataType.DT_INT8, Placement.DEVICE), BlocksCacheKey(1, 0)
-    there = prompt.cache_manager.allocate_blocks_cache(desc, key)
-    here = decoder.cache_manager.allocate_blocks_cache(desc)
-    theirs, ours = ([bytes_at(at, 8000).reshape(8, 1000) for at in each.tensor_addrs] for each in (there, here))
-    random = np.random.default_rng(1)
-    for each in (*theirs, *ours):
-        each[:] = random.integers(0, 256, each.shape, np.uint8)
-    expected = [[each.copy() for each in side] for side in (theirs, ours)]
-    decoder.cache_manager.pull_blocks(key, here, [0, 2, 5], [7, 1, 3])
-    decoder.cache_manager.push_blocks(key, here, [7, 0], [4, 6])
-    for far, near in zip(*expected, strict=True):
-        near[[7, 1, 3]] = far[[0, 2, 5]]
-        far[[4, 6]] = near[[7, 0]]
-    assert all(
-        (a == b).all()
-        for side, wanted in zip((theirs, ours), expected, strict=True)
-        for a, b in zip(side, wanted, strict=True)
-    )
-    segments = {(segment, device) for agent in AGENTS.values() for segment, _, _, device, _ in agent.registered}
-    assert segments == {("VRAM", 0)} | ({("DRAM", 0)} if "host" in devices else set())
-    del theirs, ours
-    decoder.finalize()
-    prompt.finalize()
+@pytest.mark.parametrize("device", ["cuda", "host"])
+def test_bytes_move_both_ways_between_a_gpu_and_what_the_peer_has(local_pair: Pair, device: str) -> None:
+    prompt, decoder = local_pair.prompt, local_pair.decoder
+    extra, rca = {"llm.Transport": "nixl"}, {"enable_remote_cache_accessible": True}
+    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | {"llm.DeviceMemory": device}, **rca)
+    decoder.start("DECODER", 2, extra=extra, **rca)
+    local_pair.link()
+    assert decoder.do(explain, 1).transport == "nixl"
+    bytes_move_both_ways(prompt, decoder)
+    for memory in ("pool", "private"):  # the latter is registered when it is first used
+        key = BlocksCacheKey(1, 1)
+        source = prompt.do(make, "source", Spec(blocks=True, blocks_key=key, memory=memory), 3)
+        target = decoder.do(make, "target", Spec(blocks=True, memory=memory), 4)
+        decoder.do(call, "push_blocks", key, Use("target"), [1, 6], [0, 3])
+        same_bytes(prompt.do(show, "source"), moved(source, target, [(0, 1), (3, 6)]))
+        same_bytes(decoder.do(show, "target"), target)
+        prompt.do(forget, "source")
+        decoder.do(forget, "target")
+    kinds = {kind for agent in AGENTS.values() for kind in agent.registered}
+    assert kinds == {("VRAM_SEG", 0), ("DRAM_SEG", 0)}  # of the decoder's pools, one is the host's
