@@ -27,7 +27,16 @@ import numpy as np
 
 from llm_datadist._checks import HERE, clean
 from llm_datadist._log import logger
-from llm_datadist._native import MAX_REQUEST_RUNS, Ending, Outcome, Plan, check_plan, encode_request, load_generation
+from llm_datadist._native import (
+    MAX_REQUEST_RUNS,
+    Ending,
+    Outcome,
+    Plan,
+    await_work,
+    check_plan,
+    encode_request,
+    load_generation,
+)
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.public_call import elsewhere, public_call
@@ -440,6 +449,8 @@ class NixlConnection(ServedConnection):
     def _move(self, transfer: Transfer) -> None:
         local, remote = transfer.local, transfer.remote
         check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
+        if local.place.device >= 0 and not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
+            raise transfer.timeout(0)
         if self.fallback is None or not self._failed:
             moving = _NixlTransfer(self, transfer)
             try:

@@ -27,7 +27,7 @@ def _driver() -> CDLL:
     if (
         code := loaded.cuInit(0)
         or loaded.cuDevicePrimaryCtxRetain(byref(context), 0)
-        or loaded.cuCtxSetCurrent(context)
+        or loaded.cuCtxPushCurrent_v2(context)
     ):
         raise RuntimeError(f"no GPU can be used: error {code} of the driver")
     return loaded
