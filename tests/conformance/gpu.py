@@ -10,25 +10,19 @@ from numpy.typing import NDArray
 from faults.lanepeer import LaneChild, LanePeerProcess
 from llm_datadist._memory.cuda import CudaDevice
 from llm_datadist._memory.device import Device
-from llm_datadist._native import NO_DEADLINE, Tensors, execute
 from llm_datadist._transport.shm import ShmConnection
 from llm_datadist.testing import LocalPeer, PeerProcess
 from llm_datadist.testing.peers import REGION_BYTES, child_main
-from llm_datadist.testing.scene import one_row, tensors_over
 from tests.support import fakecuda
 from tests.support.moves import wait_until
 
 
 def gpu() -> Device:
-    """Return the device, which has made a copy: the first one begins a thread that stays."""
     try:
         fakecuda.load()
     except fakecuda.Unsupported as error:
         pytest.skip(str(error))
-    device, memory = CudaDevice(0), fakecuda.UserMemory(8)
-    there = Tensors(np.array([memory.address], np.uint64), 8, place=device.place)
-    execute(one_row(8), there.native, tensors_over(np.zeros(8, np.uint8)).native, None, NO_DEADLINE)
-    return device
+    return CudaDevice(0)
 
 
 class GpuPeer(LocalPeer):

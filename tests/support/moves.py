@@ -120,7 +120,9 @@ def picture(world: World) -> Any:
     statistics = world.dd.statistics()
     keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
     links = tuple(replace(link, progress_seconds=0.0) for link in statistics.links)
-    return replace(statistics, keys=keys, links=links, operations=(), redials=(), links_lost={}, reconnects=0)
+    return replace(
+        statistics, keys=keys, links=links, operations=(), devices=(), redials=(), links_lost={}, reconnects=0
+    )
 
 
 def asked(before: Any) -> Any:

@@ -26,8 +26,6 @@ SECRETS_VARIABLE: Final = "LLM_DATADIST_TEST_SECRETS"
 GPU_VARIABLE: Final = "LLM_DATADIST_TEST_GPU"
 NIXL_VARIABLE: Final = "LLM_DATADIST_TEST_NIXL"
 GPU_OPTION: Final = "llm.DeviceMemory"
-#: Threads that the library, and the fake of a GPU's driver, keep.
-_KEPT: Final = ("lldd-call", "fakecuda")
 #: From the first cache id of one ``init`` of a process to that of the next.
 SPAN: Final = 10**12
 
@@ -190,7 +188,7 @@ def residue(_: World | None = None) -> dict[str, Any]:
         memfds = maps.readall().count(b" /memfd:")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "lldd-call"),
-        "kernel threads": sorted(n for n, name in scene.kernel_threads().items() if name not in _KEPT),
+        "kernel threads": sorted(n for n, name in scene.kernel_threads().items() if not name.startswith(scene.KEPT)),
         "fds": Counter(each if each.startswith("/") else each.split(":")[0] for each in targets),
         "memfd mappings": memfds,
         "gpu": fakecuda.complaints_here(),

@@ -154,6 +154,10 @@ def held(transfer: Callable[[Deadline], T]) -> Iterator[Future[T]]:
             deadline.go.set()
 
 
+#: Beginnings of the names of threads that live as long as the process: for errands, and those of a GPU's driver.
+KEPT: Final = ("lldd-call", "cuda", "fakecuda")
+
+
 def residue() -> dict[str, Any]:
     """Return resources that a close must free."""
     gc.collect()
@@ -163,8 +167,7 @@ def residue() -> dict[str, Any]:
     return {
         "fds": descriptors(),
         "mapped bytes": sum(int(end, 16) - int(start, 16) for start, end in spans),
-        # A thread for errands lives as long as the process.
-        "kernel threads": sorted(number for number, name in kernel_threads().items() if name != "lldd-call"),
+        "kernel threads": sorted(number for number, name in kernel_threads().items() if not name.startswith(KEPT)),
     }
 
 
