@@ -296,14 +296,15 @@ def test_ranks_that_divide_layers_or_tokens_are_refused_when_the_connector_start
     assert LLMDataDist.llm_engine_instance is None, "a pool was made"
 
 
+@pytest.mark.parametrize(("device", "said"), [("cuda", 'cuda with "pool": false'), ("xpu", "xpu")])
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_kv_that_peers_cannot_read_is_refused_when_the_connector_starts(
-    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole, device: str, said: str
 ) -> None:
-    monkeypatch.setattr("llm_datadist.integrations.vllm.kinds.current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr("llm_datadist.integrations.vllm.kinds.current_platform", SimpleNamespace(device_type=device))
     config, cache = configured([spec_of()])
-    said = r'^LLMDataDistConnector does not support KV on cuda, unless kv_connector_extra_config has "staging": true$'
-    with pytest.raises(LLMException, match=said):
+    rule = f'^LLMDataDistConnector does not support KV on {said}, unless kv_connector_extra_config has "staging": true$'
+    with pytest.raises(LLMException, match=rule):
         LLMDataDistConnector(config, role, cache)
     assert LLMDataDist.llm_engine_instance is None, "a pool was made"
     require_supported(*configured([spec_of()], staged=True))

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from llm_datadist.integrations.vllm.worker import RankWorker
 from llm_datadist.integrations.weights import digest_of
 from llm_datadist.types.grant import Grant
 from tests.support.moves import wait_until
+from tests.vllm import fake_torch
 from tests.vllm.odd import odd_params
 from tests.vllm.test_staging import copy_as_cuda
 
@@ -79,9 +81,11 @@ def configured(role: str, **extra: Any) -> tuple[Any, Any]:
 
 
 def register_kv(rank: RankWorker | StoreWorker, device: str) -> torch.Tensor:
-    """Register a KV cache of zeros on that device; return it."""
-    kv = torch.zeros(BLOCKS, 2, TOKENS, 64, dtype=torch.int8, device=device)
-    rank.register({"layer": kv})
+    """Register a KV cache of zeros on that device, in the rank's pool if it has one; return it, for the host."""
+    with rank.allocation or nullcontext():
+        kv = torch.zeros(BLOCKS * 2 * TOKENS * 64, dtype=torch.int8, device=device).view(BLOCKS, 2, TOKENS, 64)
+    in_pool = rank.allocation is not None and rank.allocation.cache
+    rank.register({"layer": fake_torch.tensor_of(in_pool).view_as(kv) if in_pool and device == "cuda" else kv})
     rank.use_copies(copy_as_cuda)
     return kv
 
@@ -187,12 +191,17 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Engine]]:
+@pytest.fixture(params=["host", "gpu"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Makes engines with the KV cache in host memory, or in a pool in a GPU, of the fake driver."""
     made: list[Engine] = []
+    where: dict[str, Any] = {}
+    if request.param == "gpu":
+        fake_torch.install(monkeypatch)
+        where = {"device": "cuda", "pool": True}
 
     def one(role: str, **extra: Any) -> Engine:
-        made.append(Engine(role, **extra))
+        made.append(Engine(role, **where | extra))
         return made[-1]
 
     yield one
@@ -214,6 +223,7 @@ def comes(prefill: Engine, decode: Engine, name: str) -> bool:
     return decode.fetched(name, params, [6, 4, 5]) and bool((prefill.kv[[1, 2, 3]] == decode.kv[[6, 4, 5]]).all())
 
 
+@pytest.mark.parametrize("make", ["host"], indirect=True)  # a minute
 def test_ten_thousand_odd_requests_end_no_engine(make: Callable[..., Engine]) -> None:
     source = random.Random(5)
     prefill, decode = make("prefill", lease_s=3600), make("decode")

@@ -39,6 +39,7 @@ from llm_datadist.integrations.vllm import (
 )
 from llm_datadist.integrations.vllm.connector import TRIED
 from llm_datadist.integrations.vllm.layout import Layout
+from llm_datadist.integrations.vllm.rank import at_once
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreScheduler, StoreTold
 from llm_datadist.integrations.vllm.store_worker import StoreWorker, namespace_of
 from llm_datadist.integrations.weights import digest_of
@@ -581,7 +582,7 @@ def test_each_order_of_a_rank_is_of_the_namespaces_that_it_was_made_for(
     first = Double(space=b"1", ranks=[b"0", b"1"])
     worker: Any = SimpleNamespace(
         _config=config, datadist=None, _spaces=[b"0", b"1"], _rank=1, _part=b"", client=first, _begun={}, _loads={},
-        _saver=pool, _loaders=pool, _save=None, _load=None,
+        _saver=pool, _loaders=pool, _save=None, _load=None, _submitted=lambda: at_once,
     )  # fmt: skip
     for part in (b"", b"part"):
         save: Any = 1, [b"key"], [2], []
@@ -712,7 +713,9 @@ def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
     begun: list[Any] = []
     saver = SimpleNamespace(submit=lambda _, *order: begun.append(order))
     order: Any = 1, [b"key"], [2], []
-    worker: Any = SimpleNamespace(_unsaved=StoreOrders(save=order), _begun={}, _save=None, _saver=saver, client="c")
+    worker: Any = SimpleNamespace(
+        _unsaved=StoreOrders(save=order), _begun={}, _save=None, _saver=saver, client="c", _submitted=lambda: at_once
+    )
     try:
         raise ArithmeticError
     except ArithmeticError:
@@ -720,7 +723,7 @@ def test_a_worker_saves_nothing_of_a_step_that_has_failed() -> None:
     assert begun == []
     vars(worker)["_unsaved"] = StoreOrders(save=order)
     StoreWorker.save(worker)
-    assert begun == [("c", *order[:3])]
+    assert begun == [("c", *order[:3], at_once)]
 
 
 def save(client: Double, keys: list[bytes], *, failing: bool = False, cleared_at: float = 0.0) -> Counter[str]:
@@ -730,7 +733,7 @@ def save(client: Double, keys: list[bytes], *, failing: bool = False, cleared_at
     worker: Any = SimpleNamespace(
         _cache=None, _ended=queue, _stopping=stopping, _failing=failing, _begun={7: 1.0}, _cleared_at=cleared_at
     )
-    vars(StoreWorker)["_save"](worker, client, 7, keys, list(range(len(keys))))
+    vars(StoreWorker)["_save"](worker, client, 7, keys, list(range(len(keys))), at_once)
     ((number, counted),) = ended
     assert (number, worker._failing) == (7, counted.total() > counted["retried_blocks"])  # noqa: SLF001
     return +counted

@@ -11,6 +11,8 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from llm_datadist.devices import CudaDevice
+
 _PAGE_SHIFT: Final = 16
 
 
@@ -20,8 +22,13 @@ def init_options(vllm_config: VllmConfig) -> dict[str, str]:
     return {str(key): str(value) for key, value in dict(given).items()}
 
 
-def start_instance(vllm_config: VllmConfig, cluster_id: int, host: str | None, pool_bytes: int) -> LLMDataDist:
-    """Return an initialised LLMDataDist with a pool of ``pool_bytes``, listening at ``host`` unless that is None."""
+def start_instance(
+    vllm_config: VllmConfig, cluster_id: int, host: str | None, pool_bytes: int, gpu: CudaDevice | None = None
+) -> LLMDataDist:
+    """Return an initialised LLMDataDist with a pool of ``pool_bytes``, listening at ``host`` unless that is None.
+
+    The pool lies in ``gpu``; in host memory if that is None.
+    """
     option = vllm_config.kv_transfer_config.get_from_extra_config
     config = LLMConfig()
     config.device_id = 0
@@ -33,6 +40,6 @@ def start_instance(vllm_config: VllmConfig, cluster_id: int, host: str | None, p
     if host is not None:
         config.listen_ip_info = show_address((host, 0))
     options = config.generate_options() | {"llm.Transport": str(option("transport", "auto"))}
-    datadist = LLMDataDist(LLMRole.DECODER if host is None else LLMRole.PROMPT, cluster_id)
+    datadist = LLMDataDist(LLMRole.DECODER if host is None else LLMRole.PROMPT, cluster_id, device=gpu)
     datadist.init(options | init_options(vllm_config))
     return datadist

@@ -33,11 +33,18 @@ def require_supported(config: VllmConfig, cache: KVCacheConfig) -> None:
     if config.weight_transfer_config is not None:
         raise unsupported("weights that change while the engine runs (weight_transfer_config)")
     device = current_platform.device_type
-    if device != "cpu" and not config.kv_transfer_config.get_from_extra_config("staging", None):
-        raise unsupported(f'KV on {device}, unless kv_connector_extra_config has "staging": true')
+    if device != "cpu" and not (is_in_gpu(config) or config.kv_transfer_config.get_from_extra_config("staging", None)):
+        where = f'{device} with "pool": false' if device == "cuda" else device
+        raise unsupported(f'KV on {where}, unless kv_connector_extra_config has "staging": true')
     for spec in _specs(cache).values():
         if type(spec) not in _KINDS:
             raise unsupported(f"layers of kind {type(spec).__name__}")
+
+
+def is_in_gpu(config: VllmConfig) -> bool:
+    """Return True if the KV cache lies in a pool in a GPU: unless "pool" is false, or "staging" true."""
+    option = config.kv_transfer_config.get_from_extra_config
+    return current_platform.device_type == "cuda" and option("pool", True) and not option("staging", None)
 
 
 def windows_of(cache: KVCacheConfig) -> list[int | None]:

@@ -1,6 +1,12 @@
 """What a rank of either connector has: an LLMDataDist, the KV cache or slots for it, transfers that end on any thread.
 
 Threads: vLLM's, unless stated.
+
+Order on a GPU: vLLM submits a step, calls the connector, and goes on before the GPU has run it. What peers may read
+waits for the step that writes it: grants on vLLM's thread, saves to a store on theirs. A load has its blocks while
+earlier steps may still use them; its own thread waits for all that was submitted by then. Transfers return when all
+bytes are there, and are reported then, so later steps need not wait. A GPU that fails raises in each of these waits:
+it ends the engine on vLLM's thread, elsewhere the transfer.
 """
 
 from __future__ import annotations
@@ -11,19 +17,21 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from llm_datadist import CacheDesc, DataType
+from llm_datadist.errors import OutOfMemory
 from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.instance import start_instance
-from llm_datadist.integrations.vllm.kinds import describe, windows_of
-from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation
+from llm_datadist.integrations.vllm.kinds import describe, is_in_gpu, windows_of
+from llm_datadist.integrations.vllm.layout import unsupported
+from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation, gpu_of_rank
 from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -52,9 +60,17 @@ class Rank:
         self._slots = slots.stop
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
         nbytes = self._slots * slot_bytes or max(sizes, default=0)  # vLLM's one allocation
-        self.datadist = start_instance(vllm_config, self.cluster_id, host, nbytes)
+        gpu = gpu_of_rank() if nbytes and is_in_gpu(vllm_config) else None
+        self._in_gpu = gpu is not None
+        try:
+            self.datadist = start_instance(vllm_config, self.cluster_id, host, nbytes, gpu)
+        except OutOfMemory as error:
+            if gpu is None:
+                raise
+            text = f"{error}; lower gpu_memory_utilization"
+            raise OutOfMemory(text, pool=error.pool, requested=error.requested, free=error.free) from error
         #: Puts the cache into the pool; None without one.
-        self.allocation = PoolAllocation(self.datadist, nbytes) if nbytes and not self._slots else None
+        self.allocation = PoolAllocation(self.datadist, nbytes, gpu) if nbytes and not self._slots else None
         self._idle = False  # this step has no tokens
         self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its transfer, and their blocks
         self._ended: SimpleQueue[tuple[Any, Any]] = SimpleQueue()  # by any thread: what has ended, and how
@@ -63,6 +79,8 @@ class Rank:
     def _register(self, views: dict[str, torch.Tensor], key: BlocksCacheKey | None, *, whole: bool = False) -> Cache:
         """Register vLLM's KV cache, or slots for it; a row is a ``whole`` block, or as the layout says."""
         self._rank = get_tensor_model_parallel_rank()
+        if self._in_gpu and (self.allocation is None or self.allocation.cache is None):
+            raise unsupported('KV that vLLM has allocated outside of the pool in the GPU, but with "staging": true')
         self._layout, addresses = describe(views, self._config, self._cache_config, self._identity)
         count, rows, parts = self._slots or self._cache_config.num_blocks, self._layout.rows, self._layout.row_bytes
         if self._slots:
@@ -79,6 +97,17 @@ class Rank:
         """Take vLLM's operation that copies blocks, after the KV cache."""
         if self._slots:
             self.copier: PortableCopier = self._new_copier(operation, self._at_end)
+
+    def _submitted(self) -> Callable[[], object]:
+        """Return a call, for any thread, that waits until a GPU has done what vLLM has submitted by now.
+
+        Without a pool in a GPU it does nothing: steps on CPUs have run, and copies to slots wait.
+        """
+        if not self._in_gpu:
+            return at_once
+        event = torch.cuda.Event(blocking=True)
+        event.record()  # in the current stream, in which vLLM's steps run
+        return event.synchronize
 
     def _take_ended(self, *, wait: bool) -> Iterator[tuple[Any, Any]]:
         """Yield what has ended; if nothing has, ``wait`` a moment for it."""
@@ -97,3 +126,7 @@ class Rank:
         slots, blocks = self._loads.pop(request, ([], []))
         if slots and not failed:
             self.copier.load(slots, blocks)
+
+
+def at_once() -> None:
+    """Wait for nothing."""

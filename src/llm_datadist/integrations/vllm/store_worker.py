@@ -23,12 +23,14 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from llm_datadist import BlocksCacheKey
 from llm_datadist._log import named
 from llm_datadist.errors import LLMException
-from llm_datadist.integrations.vllm.rank import Rank
+from llm_datadist.integrations.vllm.rank import Rank, at_once
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -95,10 +97,11 @@ class StoreWorker(Rank):
             self._saver.submit(self.client.close)
             self._part = orders.part
             self.client = client_of(self._config, self.datadist, self._spaces, self._part, self._rank)
+        earlier = self._submitted() if orders.loads else at_once
         for request, (hits, blocks, slots) in orders.loads.items():
             self._begun[request] = time.monotonic()
             self._loads[request] = slots, blocks
-            self._loaders.submit(self._load, self.client, request, hits[self._rank], slots or blocks)
+            self._loaders.submit(self._load, self.client, request, hits[self._rank], slots or blocks, earlier)
 
     def save(self) -> None:
         """Begin the step's save; once for each step, when it has run. vLLM calls it although the step has failed."""
@@ -108,20 +111,25 @@ class StoreWorker(Rank):
             if slots:
                 self.copier.save(blocks, slots)
             self._begun[number] = time.monotonic()
-            self._saver.submit(self._save, self.client, number, keys, slots or blocks)
+            self._saver.submit(self._save, self.client, number, keys, slots or blocks, self._submitted())
 
     # --- on a thread of a pool ----------------------------------------------------------------------------------------
 
-    def _load(self, client: StoreClient, request: str, hit: bytes, blocks: list[int]) -> None:
+    def _load(
+        self, client: StoreClient, request: str, hit: bytes, blocks: list[int], earlier: Callable[[], object]
+    ) -> None:
         failed = False
         try:
+            earlier()
             client.load(Hit.from_bytes(hit), self._cache, blocks, release=False)
         except Exception as error:
             known, failed = isinstance(error, LLMException), True
             logger.warning("request %s is computed: %s", request, error, exc_info=None if known else error)
         self._ended.put((request, failed))
 
-    def _save(self, client: StoreClient, number: int, keys: list[bytes], blocks: list[int]) -> None:
+    def _save(
+        self, client: StoreClient, number: int, keys: list[bytes], blocks: list[int], written: Callable[[], object]
+    ) -> None:
         refused, counted = Counter[str](), Counter[str]()
         for pause in _PAUSES[: 1 if self._failing else None]:
             if self._begun[number] < self._cleared_at:
@@ -132,6 +140,7 @@ class StoreWorker(Rank):
             counted["retried_blocks"] += refused.total()
             before = Counter(client.statistics().refused)
             try:
+                written()
                 client.save(keys, self._cache, blocks)
                 refused = Counter(client.statistics().refused) - before
             except Exception as error:  # noqa: BLE001 (the blocks are not in the store)

@@ -29,12 +29,13 @@ from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
-from llm_datadist.integrations.vllm.rank import Rank
+from llm_datadist.integrations.vllm.rank import Rank, at_once
 from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     import torch
@@ -106,8 +107,9 @@ class RankWorker(Rank):
             self._offer(request)
         for request, (offer, token) in orders.claims.items():
             self._claims[request] = self.engines.claim(offer, token, self._shares)
+        earlier = self._submitted() if orders.fetches else at_once
         for request, targets in orders.fetches.items():
-            self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets))
+            self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets, earlier))
         for request in orders.drops:
             self._claims.pop(request).add_done_callback(self._drop)
         for request in orders.refused:
@@ -116,6 +118,8 @@ class RankWorker(Rank):
     def save(self) -> None:
         """Grant the step's prompts; slots have their bytes before. Once for each step, when it has been submitted."""
         orders, self._unsaved = self._unsaved, Orders()
+        if orders.grants:  # whoever has a token finds all bytes: no later moment of this thread is before that
+            self._submitted()()
         if orders.saves:
             self.copier.save(*map(list, zip(*orders.saves, strict=True)))
         for request, (token, blocks) in orders.grants.items():
@@ -164,17 +168,21 @@ class RankWorker(Rank):
         if claim.exception() is None:
             self.engines.release(claim.result())
 
-    def _begin_fetch(self, request: str, targets: Targets, claim: Future[ClaimedOffer]) -> None:
+    def _begin_fetch(
+        self, request: str, targets: Targets, earlier: Callable[[], object], claim: Future[ClaimedOffer]
+    ) -> None:
         if (error := claim.exception()) is None:
-            claim.result().engine.threads.submit(self._fetch, request, targets, claim.result())
+            claim.result().engine.threads.submit(self._fetch, request, targets, earlier, claim.result())
         else:
             self._ended.put((request, _failure(request, error)))
 
     # --- on an engine's thread ----------------------------------------------------------------------------------------
 
-    def _fetch(self, request: str, targets: Targets, claimed: ClaimedOffer) -> None:
+    def _fetch(self, request: str, targets: Targets, earlier: Callable[[], object], claimed: ClaimedOffer) -> None:
         began = time.perf_counter()
         try:
+            earlier()
+            began = time.perf_counter()
             counted = self._pull(claimed, targets)
         except Exception as error:  # noqa: BLE001 (fails the request)
             counted = _failure(request, error)

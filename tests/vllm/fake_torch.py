@@ -1,0 +1,77 @@
+"""What the connectors need of torch on a GPU, over the fake driver: torch for CPUs has none of it.
+
+vLLM's tensors in the pool have two forms: one with the address on the device, at which the host must not look, and one
+of the same bytes for the host. A kernel is a call that runs later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from llm_datadist.integrations.vllm import kinds, pool_allocation
+from tests.support import fakecuda
+from tests.support.world import byte_views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from llm_datadist import Cache
+
+
+class Stream:
+    """A stream: its kernels run a little later, in order."""
+
+    current: Stream
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "fakecuda-stream")
+
+    def launch(self, kernel: Callable[[], object]) -> Future[Any]:
+        return self._thread.submit(lambda: (time.sleep(random.random() * 0.003), kernel()))
+
+
+class Event:
+    """An event of the current stream, as torch's."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits must not spin"
+
+    def record(self) -> None:
+        self._reached = Stream.current.launch(int)
+
+    def synchronize(self) -> None:
+        self._reached.result(60)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM's platform be CUDA, and torch have the fake GPU."""
+    try:
+        fakecuda.load()
+    except fakecuda.Unsupported as error:
+        pytest.skip(str(error))
+    Stream.current = Stream()
+    monkeypatch.setattr(kinds, "current_platform", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(pool_allocation, "torch_views", _for_host)
+    for name, value in (("current_device", lambda: 0), ("empty_cache", lambda: None), ("Event", Event)):
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def _for_host(cache: Cache) -> list[torch.Tensor]:
+    return [torch.from_numpy(each.view(np.int8)) for each in byte_views(cache)]
+
+
+def tensor_of(cache: Cache) -> torch.Tensor:
+    """Return the cache's first tensor with its address on the device."""
+    return torch.frombuffer(
+        (ctypes.c_int8 * cache.cache_desc.size).from_address(cache.tensor_addrs[0]), dtype=torch.int8
+    )
