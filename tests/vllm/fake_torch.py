@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -29,15 +30,24 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A stream: its kernels run a little later, in order."""
+    """A stream: its kernels run a little later, in order; if ``held``, none before :meth:`go_on`."""
 
     current: Stream
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "fakecuda-stream")
+    def __init__(self, *, held: bool = False) -> None:
+        self._thread, self._gate = ThreadPoolExecutor(1, "fakecuda-stream"), threading.Event()
+        self.awaited = threading.Event()  # somebody waits for an event of it
+        if held:
+            self.launch(lambda: self._gate.wait(60))
 
     def launch(self, kernel: Callable[[], object]) -> Future[Any]:
-        return self._thread.submit(lambda: (time.sleep(random.random() * 0.003), kernel()))
+        self._thread.submit(time.sleep, random.random() * 0.003)
+        return self._thread.submit(kernel)
+
+    def go_on(self) -> None:
+        """Let the kernels run, once somebody waits for them."""
+        assert self.awaited.wait(60), "nobody waits"
+        self._gate.set()
 
 
 class Event:
@@ -47,9 +57,10 @@ class Event:
         assert blocking, "a thread that waits must not spin"
 
     def record(self) -> None:
-        self._reached = Stream.current.launch(int)
+        self._stream, self._reached = Stream.current, Stream.current.launch(int)
 
     def synchronize(self) -> None:
+        self._stream.awaited.set()
         self._reached.result(60)
 
 

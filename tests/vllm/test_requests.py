@@ -208,6 +208,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for each in made:
         each.worker.stop()
         each.scheduler.stop()
+        del each.kv  # which keeps the pool mapped
 
 
 def offered(prefill: Engine, name: str, blocks: list[int]) -> dict[str, Any]:
