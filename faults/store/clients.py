@@ -16,18 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import numpy as np
-
 from faults.campaign.interrupted import Bell
 from faults.campaign.journal import Interrupted
 from faults.gates import Gate, watched
+from faults.limits import few_device_allocations
 from faults.store.history import Journal, Record, errors_logged, stop_once
 from llm_datadist import CacheDesc, DataType
 from llm_datadist.errors import CacheMismatch, ChecksumMismatch, LLMException, ParamError
 from llm_datadist.store import STORE_ID, Hit, StoreClient, StoreOptions, messages, namespace
-from llm_datadist.views import tensor_views
+from tests.support import fakecuda
 from tests.support.kv import POISON, bytes_of, key_of
-from tests.support.world import World
+from tests.support.world import World, byte_views
 
 #: No call of a client takes longer, whatever happens to the store. Stops of the client's own process are shorter.
 HANG_SECONDS: Final = 60.0
@@ -101,7 +100,7 @@ class Client:
         self._errors = errors_logged()
         desc = CacheDesc(self.space.tensors, [BLOCKS, self.space.nbytes // 8], DataType.DT_UINT64)
         self.cache = world.cm.allocate_blocks_cache(desc)
-        self._views = [view.reshape(BLOCKS, -1).view(np.uint8) for view in tensor_views(self.cache)]
+        self._views = [view.reshape(BLOCKS, -1) for view in byte_views(self.cache)]
         self.overwrite(range(BLOCKS))
 
     def run(self) -> Counter[str]:
@@ -118,6 +117,8 @@ class Client:
         self.world.cm.deallocate_blocks_cache(self.cache)
         for each in self._errors:
             self.fault(f"logged: {each}")
+        if (fake := fakecuda.loaded()) is not None:
+            self.counts["bytes moved by the GPU"] = fake.state().moved_bytes
         return self.counts
 
     # --- memory ---
@@ -151,11 +152,14 @@ class Client:
         self.counts[FAULT + text] += 1
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call, at times under a timer that rings, at times with a gate; return None if it failed."""
+        """Call, at times under a timer that rings, with a gate or a full GPU; return None if it failed."""
         began, bound = time.monotonic(), partial(function, *args, **kwargs)
         self.failed = None
         try:
-            if self.gates and self.chance.random() < 0.02:
+            if fakecuda.loaded() is not None and self.chance.random() < 0.02:
+                with few_device_allocations(self.chance.randrange(3)):
+                    value = bound()
+            elif self.gates and self.chance.random() < 0.02:
                 value = self._through_a_gate(bound)
             elif self.chance.random() < 0.2:
                 value = self._bell.call(self.chance, lambda late: None, bound)

@@ -1,15 +1,19 @@
 """The prefix store under harm: savers, readers and liars are killed, stopped and interrupted, and so is the store.
 
-    python -m faults store [--seconds 600] [--seed N] [--transport shm tcp]
+    python -m faults store [--seconds 600] [--seed N] [--transport shm tcp] [--gpu]
 
 Four savers, eight readers and a liar, each a process, use one store whose pool holds a third of their keys. A schedule
 from the seed kills (``kill -9``) and stops (SIGSTOP) all of them, at any moment and at gates: steps of a save, a lookup
 or a load. It flips bits in slots. Every byte of every load is compared with f(namespace, key, place). After each epoch
 the harm ends. Then no slot may be missing, the replay of the store's events must be its index, and no lookup may have
 found a key that was not published then. The liar's own keys are not judged: it may spoil those that it saves.
+
+With ``--gpu`` the blocks of the clients lie in a GPU of the fake driver, which tells at each client's end what it did
+wrong, and what it has not given back.
 """
 
 import argparse
+import gc
 import random
 import signal
 import tempfile
@@ -25,8 +29,10 @@ from faults.gates import Gate
 from faults.store import server
 from faults.store.clients import BLOCKS, FAULT, ROLES, Space, Task, refill, run
 from faults.store.history import Published, Record, records_of
+from tests.support import fakecuda
 from tests.support.ends import ChildEnd
 from tests.support.linking import free_port
+from tests.support.world import World
 
 TRANSPORTS: Final = ("shm", "tcp")
 CAST: Final = ("saver",) * 4 + ("reader",) * 8 + ("liar",)
@@ -61,6 +67,7 @@ class Epoch:
     transport: str
     seed: str
     folder: Path
+    gpu: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -99,6 +106,7 @@ class Epoch:
             "mem_pool_cfg": f'{{"memory_size": {pool}, "page_shift": 12}}',
             "host_mem_pool_cfg": None,
             "sync_kv_timeout": 3_000,
+            "gpu": self.gpu,
             "extra": {"llm.Transport": self.transport, "llm.PeerTimeout": "2"},
         }
 
@@ -231,7 +239,7 @@ class Epoch:
                 continue
             self.faults += [f"{actor.name}: {each.removeprefix(FAULT)}" for each in counts if each.startswith(FAULT)]
             self.counts.update({name: count for name, count in counts.items() if not name.startswith(FAULT)})
-            actor.end.do(_finalize)
+            self.faults += [f"{actor.name}: fake GPU: {each}" for each in actor.end.do(_finalize)]
 
     def _judge(self) -> None:
         store = self._actors["store"].end
@@ -268,8 +276,11 @@ class Epoch:
         judge.close()
 
 
-def _finalize(world: Any) -> None:
+def _finalize(world: World) -> list[str]:
+    """Give everything back; return what a fake GPU complains about."""
     world.stop()
+    gc.collect()
+    return fakecuda.complaints_here()
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
@@ -278,10 +289,12 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     total: Counter[str] = Counter()
     limit, number = time.monotonic() + options.seconds, 0
     with tempfile.TemporaryDirectory(prefix="faults-store-") as folder:
-        for transport in cycle(options.transport):
+        # A store has no GPU: it pulls from theirs over lanes beside shm.
+        beside = {"shm": "auto"} if options.gpu else {}
+        for transport in (beside.get(each, each) for each in cycle(options.transport)):
             if time.monotonic() > limit - 2:
                 break
-            epoch = Epoch(transport, f"{seed} {number}", Path(folder) / str(number))
+            epoch = Epoch(transport, f"{seed} {number}", Path(folder) / str(number), options.gpu)
             epoch.run(min(options.epoch, limit - time.monotonic()))
             number += 1
             total += epoch.counts
@@ -300,4 +313,5 @@ OPTIONS: Final = {
     "epoch": (20.0, "seconds of harm after which everything is judged"),
     "seed": (None, "any, if left out"),
     "transport": (TRANSPORTS, ""),
+    "gpu": (False, "with the clients' blocks in a GPU, of the fake driver"),
 }
