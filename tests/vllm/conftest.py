@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,20 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
     if caplog.handler not in (vllm := logging.getLogger("vllm")).handlers:
         monkeypatch.setattr(vllm, "propagate", True)
     return caplog
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process group and no model: the configuration has what the connector reads of them."""
+    rank = import_module("llm_datadist.integrations.vllm.rank")
+    monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
+
+
+@pytest.fixture
+def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake GPU, as vLLM's platform and in torch."""
+    import_module("tests.vllm.fake_torch").install(monkeypatch)
 
 
 @pytest.fixture(scope="session")

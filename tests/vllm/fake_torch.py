@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -66,23 +65,17 @@ class Event:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let vLLM's platform be CUDA, and torch have the fake GPU."""
-    try:
-        fakecuda.load()
-    except fakecuda.Unsupported as error:
-        pytest.skip(str(error))
+    fakecuda.load()
     Stream.current = Stream()
     monkeypatch.setattr(kinds, "current_platform", SimpleNamespace(device_type="cuda"))
-    monkeypatch.setattr(pool_allocation, "torch_views", _for_host)
+    monkeypatch.setattr(
+        pool_allocation, "torch_views", lambda of: [torch.from_numpy(each).view(torch.int8) for each in byte_views(of)]
+    )
     for name, value in (("current_device", lambda: 0), ("empty_cache", lambda: None), ("Event", Event)):
         monkeypatch.setattr(torch.cuda, name, value)
 
 
-def _for_host(cache: Cache) -> list[torch.Tensor]:
-    return [torch.from_numpy(each.view(np.int8)) for each in byte_views(cache)]
-
-
 def tensor_of(cache: Cache) -> torch.Tensor:
     """Return the cache's first tensor with its address on the device."""
-    return torch.frombuffer(
-        (ctypes.c_int8 * cache.cache_desc.size).from_address(cache.tensor_addrs[0]), dtype=torch.int8
-    )
+    memory = (ctypes.c_int8 * cache.cache_desc.size).from_address(cache.tensor_addrs[0])
+    return torch.frombuffer(memory, dtype=torch.int8)

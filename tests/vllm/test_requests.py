@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.vllm.store_worker import StoreWorker
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 BLOCKS, TOKENS = 64, 8
 PROMPT = list(range(20))  # three blocks
 #: A step without tokens.
@@ -184,20 +186,13 @@ def asked(name: str, params: Any, prompt: list[int]) -> Request:
     return request
 
 
-@pytest.fixture(autouse=True)
-def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    # There is no process group and no model: the configuration has what the connector reads of it.
-    monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
-
-
 @pytest.fixture(params=["host", "gpu"])
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """Makes engines with the KV cache in host memory, or in a pool in a GPU, of the fake driver."""
     made: list[Engine] = []
     where: dict[str, Any] = {}
     if request.param == "gpu":
-        fake_torch.install(monkeypatch)
+        request.getfixturevalue("gpu_of_torch")
         where = {"device": "cuda", "pool": True}
 
     def one(role: str, **extra: Any) -> Engine:

@@ -20,7 +20,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from vllm.v1.request import Request, RequestStatus
 
-from llm_datadist.integrations.vllm import rank
 from llm_datadist.integrations.vllm.offers import ClaimedRequests
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from tests.vllm.test_requests import BLOCKS, TOKENS, Engine, asked
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
     from llm_datadist.integrations.vllm.scheduler import Scheduler
     from llm_datadist.integrations.vllm.staging import Ring
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 #: Slots of the smallest ring: one request with as many tokens as there are blocks for.
 SLOTS = BLOCKS
@@ -208,13 +209,6 @@ class StagedEngine(Engine):
     def is_idle(self) -> bool:
         held = self.scheduler.offering.held or self.scheduler.fetching.held
         return not held and not self.scheduler.needs_steps()
-
-
-@pytest.fixture(autouse=True)
-def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    # There is no process group and no model: the configuration has what the connector reads of it.
-    monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(rank, "identity_of", lambda _: {"vllm": "1", "weights": "w"})
 
 
 @pytest.fixture(params=WAYS)

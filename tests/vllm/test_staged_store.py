@@ -11,7 +11,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import torch
 
-from llm_datadist.integrations.vllm import rank
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 from tests.support.moves import wait_until
@@ -32,11 +31,10 @@ def until_one_ends(worker: StoreWorker) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("way", WAYS)
 def test_staged_blocks_go_to_a_store_and_come_back_in_another_engine(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later steps overwrite the blocks while they are saved; the other engine's other blocks stay."""
-    monkeypatch.setattr(rank, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(rank, "identity_of", lambda _: {"weights": "w"})
     device, keys = device_of(way, monkeypatch), [bytes([number]) * 32 for number in range(3)]
     with RemoteStore() as store, ExitStack() as at_end:
         options = {"store": store.address, "store_options": {"lookup_ms": 60_000}, "staging": True}
