@@ -6,6 +6,8 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist.config import DEVICE_MEMORY
+from llm_datadist.errors import ParamError
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ _PAGE_SHIFT: Final = 16
 def init_options(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the connector's option ``options``: further options of ``init``."""
     given = vllm_config.kv_transfer_config.get_from_extra_config("options", {})
+    if DEVICE_MEMORY in given:
+        raise ParamError(f"options: {DEVICE_MEMORY}={given[DEVICE_MEMORY]}: pool and staging decide that; leave it out")
     return {str(key): str(value) for key, value in dict(given).items()}
 
 

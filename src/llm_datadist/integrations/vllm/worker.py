@@ -118,7 +118,7 @@ class RankWorker(Rank):
     def save(self) -> None:
         """Grant the step's prompts; slots have their bytes before. Once for each step, when it has been submitted."""
         orders, self._unsaved = self._unsaved, Orders()
-        if orders.grants:  # whoever has a token finds all bytes: no later moment of this thread is before that
+        if orders.grants:  # only submitted yet; no output of it, and so no token, leaves before this returns
             self._submitted()()
         if orders.saves:
             self.copier.save(*map(list, zip(*orders.saves, strict=True)))
