@@ -143,9 +143,7 @@ def test_a_gpu_that_fails_fails_what_waits_for_it(pair: tuple[Engine, Engine], m
 
 
 def test_a_pool_that_cannot_be_made_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ParamError, match=r"^options: llm.DeviceMemory=host: pool and staging decide that"
-    ):
+    with pytest.raises(ParamError, match=r"^options: llm.DeviceMemory=host: pool and staging decide that"):
         Engine("decode", "cuda", pool=True, options={"llm.DeviceMemory": "host"})
     fakecuda.load().fail("cuMemCreate", 2)  # out of memory
     with pytest.raises(OutOfMemory, match=r"bytes are wanted, and \d+ of \d+ free; lower gpu_memory_utilization$"):
