@@ -1,7 +1,8 @@
 """Names that both halves of the connector import from vLLM, for a machine with an accelerator but without vLLM.
 
-``PYTHONPATH=tests/vllm/stand_in`` puts it in vLLM's place for test_staging.py and test_staged_requests.py, which run no
-engine. Everywhere else the tests run with vLLM, which decides whether these names are still true.
+``PYTHONPATH=tests/vllm/stand_in`` puts it in vLLM's place for test_staging.py, test_staged_requests.py and
+test_gpu_pool.py, which run no engine. Everywhere else the tests run with vLLM, which decides whether these names are
+still true.
 """
 
 from __future__ import annotations
@@ -63,6 +64,13 @@ class FullAttentionSpec:
 
 _V1 = "distributed.kv_transfer.kv_connector.v1"
 _NAMES: dict[str, dict[str, Any]] = {
+    "config": {"KVTransferConfig": None},
+    "config.vllm": {"get_current_vllm_config_or_none": None},
+    "distributed.kv_events": {"MEDIUM_CPU": "CPU", "BlockStored": None},
+    "entrypoints.llm": {"LLM": None},
+    "utils.hashing": {"get_hash_fn_by_name": str},
+    "v1.core.kv_cache_utils": {"resolve_none_hash_seed": str}
+    | dict.fromkeys(("generate_block_hash_extra_keys", "maybe_convert_block_hash", "to_event_extra_keys")),
     "distributed.kv_transfer": {"get_kv_transfer_group": None},
     "distributed.kv_transfer.kv_connector.factory": {
         "KVConnectorFactory": SimpleNamespace(register_connector=lambda *_: None)
@@ -93,7 +101,7 @@ _NAMES: dict[str, dict[str, Any]] = {
         "SlidingWindowSpec": type("SlidingWindowSpec", (FullAttentionSpec,), {}),
         "iter_layer_specs": lambda spec: iter([spec]),
     },
-    "v1.metrics.cache_hit_source": {"CacheHitSource": enum.Enum("CacheHitSource", ["P2P"])},
+    "v1.metrics.cache_hit_source": {"CacheHitSource": enum.Enum("CacheHitSource", ["P2P", "HOST"])},
     "v1.metrics.utils": {"create_metric_per_engine": None},
     "v1.request": {"Request": Request, "RequestStatus": RequestStatus},
     "version": {"__version__": "0"},
