@@ -118,7 +118,7 @@ class Client:
         for each in self._errors:
             self.fault(f"logged: {each}")
         if (fake := fakecuda.loaded()) is not None:
-            self.counts["bytes moved by the GPU"] = fake.state().moved_bytes
+            self.counts["copies and kernels of the GPU"] = fake.state().copies + fake.state().kernels
         return self.counts
 
     # --- memory ---
