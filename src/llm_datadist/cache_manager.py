@@ -1,11 +1,10 @@
 """CacheManager, the v2 interface to caches (interface §6); ``_transfer/calls.py`` does the work.
 
-A method under ``@blocking`` checks its arguments and returns the work; the decorator runs it.
+A method checks its arguments, then performs the work; its awaited form has the work done in a worker.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
@@ -16,7 +15,16 @@ from llm_datadist._native.plan import NONCE_BYTES
 from llm_datadist._native.public_call import public_calls
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, RowCopy, awaited, blocking, transfer_call
+from llm_datadist._transfer.calls import (
+    EngineUser,
+    LayerwiseArguments,
+    PullBlocks,
+    PullRow,
+    PushBlocks,
+    PushRow,
+    RowCopy,
+    awaited,
+)
 from llm_datadist._transfer.checksum import digest_blocks
 from llm_datadist._transfer.grants import check_token, claim_grant, release_grant
 from llm_datadist.errors import NotLinked, ParamError
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from llm_datadist._transfer.calls import Config, Pending
+    from llm_datadist._transfer.calls import Config
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
     from llm_datadist.types.descriptors import BlockNumbers
@@ -223,7 +231,6 @@ class CacheManager(EngineUser):
         if not engine.links.all():
             raise NotLinked("remap_registered_memory: nothing is linked")
 
-    @blocking
     def copy_cache(
         self,
         dst: Cache,
@@ -233,7 +240,7 @@ class CacheManager(EngineUser):
         offset: int = 0,
         size: int = -1,
         req_id: int | None = None,
-    ) -> Pending:
+    ) -> None:
         """Copy a range of a row to the same place of another row.
 
         ``num_tensors`` and ``data_type`` must be equal; if ``size == -1``, the row shapes too (interface R8).
@@ -251,12 +258,11 @@ class CacheManager(EngineUser):
         Source: interface §6.5.
         """
         given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
-        return calls.copy_cache(self._engine, ARGUMENTS, given, req_id)
+        self._perform(calls.copy_cache(self._engine, ARGUMENTS, given, req_id))
 
     copy_cache_async = awaited(copy_cache)
 
-    @blocking
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> Pending:
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
 
         Raises:
@@ -264,12 +270,11 @@ class CacheManager(EngineUser):
 
         Source: interface §6.8.
         """
-        return calls.copy_blocks(self._engine, ARGUMENTS, cache, copy_block_info)
+        self._perform(calls.copy_blocks(self._engine, ARGUMENTS, cache, copy_block_info))
 
     copy_blocks_async = awaited(copy_blocks)
 
-    @blocking
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> Pending:
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
         At most four threads copy, without a time limit; if the device needs staging, one more empties its buffers. The
@@ -288,11 +293,10 @@ class CacheManager(EngineUser):
         check_rule(src_cache.is_blocks_cache, "src_cache: not a blocks cache")
         check_rule(dst_cache.is_blocks_cache, "dst_cache: not a blocks cache")
         (pairs,) = check(ARGUMENTS, src_to_dst=src_to_dst)
-        return calls.swap_blocks(engine, src_cache, dst_cache, pairs, ("src_cache", "dst_cache"))
+        self._perform(calls.swap_blocks(engine, src_cache, dst_cache, pairs, ("src_cache", "dst_cache")))
 
     swap_blocks_async = awaited(swap_blocks, "A cancelled swap is finished first: it has no timeout (interface R6).")
 
-    @blocking
     def pull_cache(
         self,
         cache_key: CacheKey | CacheKeyByIdAndIndex,
@@ -303,7 +307,7 @@ class CacheManager(EngineUser):
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
-    ) -> Pending:
+    ) -> None:
         """Pull a row of a peer's continuous cache into row ``batch_index`` of ``cache``.
 
         Without RCA a complete pull consumes the key, unless it is a prefix key or the cache is registered. Layer ranges
@@ -334,12 +338,11 @@ class CacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
-        call = transfer_call(engine, "pull_cache", "cache", cache, name, layers)
-        return partial(calls.pull_row, call, batch_index, size)
+        cache_id = calls.local_id(engine, "pull_cache", "cache", cache)
+        self._perform(PullRow(engine, "cache", cache_id, layers, batch_index, size, what="pull_cache", name=name).run)
 
     pull_cache_async = awaited(pull_cache)
 
-    @blocking
     def pull_blocks(
         self,
         src_cache_key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
@@ -351,7 +354,7 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         grant: Grant | None = None,
-    ) -> Pending:
+    ) -> None:
         """Pull blocks, or a row, of a peer's cache into blocks of ``dst_cache``.
 
         With a BlocksCacheKey, or a grant, ``src_blocks[i]`` goes to ``dst_blocks[i]`` (interface R26). Any other key
@@ -381,13 +384,13 @@ class CacheManager(EngineUser):
         if not dst_cache.is_blocks_cache:
             raise ParamError("dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
-        arguments.check_pull_blocks(src_cache_key, sources, targets, grant)
+        theirs = arguments.check_pull_blocks(src_cache_key, sources, targets, grant)
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
-        call = transfer_call(engine, "pull_blocks", "dst_cache", dst_cache, name, layers)
-        pairs = grant is not None or isinstance(src_cache_key, BlocksCacheKey)
-        return partial(calls.pull_blocks, call, sources if pairs else None, targets, grant)
+        cache_id = calls.local_id(engine, "pull_blocks", "dst_cache", dst_cache)
+        given = engine, "dst_cache", cache_id, layers, theirs, targets
+        self._perform(PullBlocks(*given, what="pull_blocks", name=name, grant=grant).run)
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
@@ -458,7 +461,6 @@ class CacheManager(EngineUser):
             )
         return digests
 
-    @blocking
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -468,7 +470,7 @@ class CacheManager(EngineUser):
         dst_layer_range: range | None = None,
         size: int = -1,
         tensor_num_per_layer: int = 2,
-    ) -> Pending:
+    ) -> None:
         """Push row ``src_batch_index`` of ``src_cache`` into a peer's row. Needs RCA.
 
         A complete push consumes the key of the peer's row (interface R5). The peer is not notified.
@@ -493,12 +495,11 @@ class CacheManager(EngineUser):
         check(ARGUMENTS, size=size)
         check_rule(size == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
-        call = transfer_call(engine, "push_cache", "src_cache", src_cache, name, layers)
-        return partial(calls.push_row, call, src_batch_index)
+        cache_id = calls.local_id(engine, "push_cache", "src_cache", src_cache)
+        self._perform(PushRow(engine, "src_cache", cache_id, layers, src_batch_index, what="push_cache", name=name).run)
 
     push_cache_async = awaited(push_cache)
 
-    @blocking
     def push_blocks(
         self,
         dst_cache_key: BlocksCacheKey | CacheKeyByIdAndIndex,
@@ -508,7 +509,7 @@ class CacheManager(EngineUser):
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
-    ) -> Pending:
+    ) -> None:
         """Push ``src_blocks[i]`` to a peer's ``dst_blocks[i]``, in order (interface R26). Needs RCA; consumes nothing.
 
         Args:
@@ -531,8 +532,9 @@ class CacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        call = transfer_call(engine, "push_blocks", "src_cache", src_cache, name, layers)
-        return partial(calls.push_blocks, call, sources, targets)
+        cache_id = calls.local_id(engine, "push_blocks", "src_cache", src_cache)
+        given = engine, "src_cache", cache_id, layers, sources, targets
+        self._perform(PushBlocks(*given, what="push_blocks", name=name).run)
 
     push_blocks_async = awaited(push_blocks, "The lists are read at once.")
 

@@ -342,7 +342,7 @@ def test_a_link_is_closed_again_when_only_a_communicator_that_is_not_ready_holds
     alone(*ends)
     comm_id, _ = joined(*ends)
     link_ = ends[0].do(lambda world: world.probe.link(2))
-    with link_.operation():
+    with ends[0].do(lambda world: world.probe.engine.links.operation(2)):
         dropping = Call(ends[0].do, drop, comm_id)
         wait_until(lambda: link_.state.value == "draining")
         assert dropping.thread.is_alive()

@@ -220,7 +220,7 @@ def read_raw(
     """Move bytes of a cache of cluster 1 over data lanes under these guards; return the refusal."""
     engine, tensors = world.probe.engine, Spec().tensors
     local = engine.store.registry.lookup(world.caches["kv"].cache_id).storage.tensors
-    with engine.links.get(1).operation() as link:
+    with engine.links.operation(1) as link:
         lanes = next(each for each in link.connection.connections if each.capabilities.remote_guards)
         regions, offsets = np.full(tensors, NON_POOL, np.uint32), np.zeros(tensors, np.uint64)
         remote = lanes.map(regions, offsets, local.extent, writable=True, located=True)
@@ -241,7 +241,7 @@ def verify_raw(
     """Ask cluster 1 for a digest of bytes under these guards; return the refusal."""
     named, extent = [Guarded(*each) for each in guards], Spec().rows * STRIDE
     runs = np.array(span, "<u8").tobytes()
-    with world.probe.engine.links.get(1).operation() as link:
+    with world.probe.engine.links.operation(1) as link:
         fair = Verify(0, cache, 0, named, push, extent, 0, 1, runs, False, bytes(16), 10_000)
         build = lambda number: msgspec.structs.replace(fair, id=number)  # noqa: E731
         try:

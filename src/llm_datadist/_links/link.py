@@ -11,12 +11,12 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
 from llm_datadist._log import logger
-from llm_datadist._native import Requests, Use, UseGate, Waiter, steps
+from llm_datadist._native import Requests, UseGate, Waiter, steps
 from llm_datadist._native.public_call import raise_of_handler, whole
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError, StateError
 from llm_datadist.metrics import LinkStatistics
@@ -192,7 +192,7 @@ class Link:
         self._machine = LinkMachine(f"link to {peer}")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._operations = UseGate(is_open=False)  # open while usable; changed under the lock
+        self.operations = UseGate(is_open=False)  # open while usable; changed under the lock
         self._fire(LinkEvent.HELLO)
         self._verified_bytes = 0
         # Both sides may unlink at once.
@@ -213,7 +213,7 @@ class Link:
 
     @property
     def busy(self) -> bool:
-        return self._operations.inside > 0
+        return self.operations.inside > 0
 
     @property
     def ended(self) -> bool:
@@ -229,15 +229,7 @@ class Link:
             self.channel = channel
             self._fire(LinkEvent.READY)
 
-    def operation(self) -> Use[Self]:
-        """Return a context manager for an operation: it raises NotLinked, or unlinking waits for its end."""
-        return Use(self._operations, self, self, None)
-
-    def refuse(self, _: Link, __: None) -> NoReturn:
-        """Raise NotLinked."""
-        raise NotLinked(f"the link to {self.peer} is {self._machine.state.value}", peer=self.peer.cluster_id)
-
-    def last_left(self, _: Link) -> None:
+    def last_left(self) -> None:
         """Wake a waiting unlink, or answer that of the peer."""
         with self._lock:
             self._idle.notify_all()
@@ -406,9 +398,9 @@ class Link:
     def _fire(self, event: LinkEvent) -> None:
         """Under the lock: operations may start only while usable."""
         if self._machine.fire(event) in USABLE:
-            self._operations.open()
+            self.operations.open()
         else:
-            self._operations.shut()
+            self.operations.shut()
 
     def _try(self, event: LinkEvent) -> bool:
         """Under the lock: fire an event if it is legal now."""
@@ -464,7 +456,7 @@ class Link:
 
     def check_integrity(self) -> None:
         with self._lock:
-            if self._operations.inside < 0 or self._operations.is_open is not self.usable:
-                raise AssertionError(f"{self._machine.name}, {self.state}: {self._operations.inside} operations")
+            if self.operations.inside < 0 or self.operations.is_open is not self.usable:
+                raise AssertionError(f"{self._machine.name}, {self.state}: {self.operations.inside} operations")
             if self._machine.state is LinkState.CLOSED and self.requests.waiting:
                 raise AssertionError(f"{self._machine.name}: closed with {self.requests.waiting} waiting callers")

@@ -6,7 +6,7 @@ import asyncio
 import time
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
@@ -19,7 +19,7 @@ from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly,
 from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger, named
-from llm_datadist._native import Meter, steps
+from llm_datadist._native import Meter, Use, steps
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist.errors import (
     AlreadyLinked,
@@ -167,6 +167,21 @@ class LinkManager:
         if link is None or not (link.usable and link.origin.open):
             raise self._not_linked(cluster_id, link)
         return link
+
+    def operation(self, cluster_id: int) -> Use[Link]:
+        """Return a context manager for an operation on a link: it raises NotLinked, or unlinking waits for its end."""
+        link = self._table.links.get(cluster_id)
+        if link is None or not link.origin.open:
+            raise self._not_linked(cluster_id, link)
+        return Use(link.operations, link, self, cluster_id)
+
+    def refuse(self, link: Link, cluster_id: int) -> NoReturn:
+        """Raise NotLinked: the link is not usable."""
+        raise self._not_linked(cluster_id, link)
+
+    def last_left(self, link: Link) -> None:
+        """End the last operation on a link that admits no more."""
+        link.last_left()
 
     @elsewhere
     def _not_linked(self, cluster_id: int, link: Link | None) -> NotLinked:

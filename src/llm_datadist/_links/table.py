@@ -34,8 +34,8 @@ class LinkTable:
         self._mine = incarnation
         self._max_links = max_links
         self._changed = threading.Condition(threading.Lock())
-        self._links: dict[int, Link] = {}
-        self._loopback: set[Link] = set()  # accepted sides of links to itself; the dialled ones are in ``_links``
+        self.links: dict[int, Link] = {}
+        self._loopback: set[Link] = set()  # accepted sides of links to itself; the dialled ones are in ``links``
         self._dialling: set[bytes] = set()
         self._unlinked: dict[int, None] = {}  # clusters, oldest first: they may not reconnect
         self._past: dict[int, tuple[str, float, LLMException | str]] = {}  # last end or failure, its time and reason
@@ -44,7 +44,7 @@ class LinkTable:
 
     def get(self, cluster_id: int) -> Link | None:
         """Return the link to a cluster in any state. Takes no lock."""
-        return self._links.get(cluster_id)
+        return self.links.get(cluster_id)
 
     def all(self) -> list[Link]:
         with self._changed:
@@ -52,7 +52,7 @@ class LinkTable:
 
     def snapshot(self) -> list[Link]:
         """Return every link, without the lock, which a forked child may find held."""
-        return [*self._links.values(), *self._loopback]
+        return [*self.links.values(), *self._loopback]
 
     def dials(self) -> list[str]:
         with self._changed:
@@ -75,7 +75,7 @@ class LinkTable:
         def try_commit() -> bool:
             nonlocal committed
             self._refuse_if_closed()
-            if (old := self._links.get(peer.cluster_id)) is None and peer.incarnation not in self._dialling:
+            if (old := self.links.get(peer.cluster_id)) is None and peer.incarnation not in self._dialling:
                 self._dialling.add(peer.incarnation)
                 committed = self._next()
             elif old is not None and old.usable:
@@ -104,15 +104,15 @@ class LinkTable:
             self._refuse_if_closed()
             if link.origin.reconnected:
                 self._refuse_conflict(link.peer)
-            old = self._links.get(link.peer.cluster_id)
-            self._links[link.peer.cluster_id] = link
+            old = self.links.get(link.peer.cluster_id)
+            self.links[link.peer.cluster_id] = link
             self._unlinked.pop(link.peer.cluster_id, None)
             self._changed.notify_all()
             return old
 
     def conflict(self, peer: Peer, *, proven: bool = True) -> Link | None:
         """Return the link to another process of that cluster id; to any if not ``proven``."""
-        old = self._links.get(peer.cluster_id)
+        old = self.links.get(peer.cluster_id)
         return None if old is None or old.ended or (proven and old.peer.incarnation == peer.incarnation) else old
 
     def _refuse_conflict(self, peer: Peer) -> None:
@@ -121,7 +121,7 @@ class LinkTable:
 
     def refuse_if_full(self, cluster_id: int, source: str) -> None:
         """Raise LinkRefused if an accepted link from ``source`` replaces none and exceeds a limit."""
-        if cluster_id in self._links:
+        if cluster_id in self.links:
             return
         sources = [each.origin.source for each in self.snapshot() if not each.origin.dialled]
         half = max(1, self._max_links // 2)
@@ -144,7 +144,7 @@ class LinkTable:
             if peer.incarnation == self._mine:
                 self._loopback.add(link)
                 return None
-            old = self._links.get(peer.cluster_id)
+            old = self.links.get(peer.cluster_id)
             self._refuse_conflict(peer)
             if link.origin.reconnected and peer.cluster_id in self._unlinked:
                 text = f"cluster {peer.cluster_id} was unlinked here; link_clusters of either side links it again"
@@ -153,7 +153,7 @@ class LinkTable:
             if dials_here or (old is not None and link.origin.peer_sequence < old.origin.peer_sequence):
                 text = "both sides dialled at once; the call of the other side goes on"
                 raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            self._links[peer.cluster_id] = link
+            self.links[peer.cluster_id] = link
             self._unlinked.pop(peer.cluster_id, None)
             return old
 
@@ -178,8 +178,8 @@ class LinkTable:
 
     def remove(self, link: Link) -> None:
         with self._changed:
-            if self._links.get(link.peer.cluster_id) is link:
-                del self._links[link.peer.cluster_id]
+            if self.links.get(link.peer.cluster_id) is link:
+                del self.links[link.peer.cluster_id]
             self._loopback.discard(link)
             self._changed.notify_all()
 
@@ -200,7 +200,7 @@ class LinkTable:
 
     def check_integrity(self) -> None:
         with self._changed:
-            for cluster_id, link in self._links.items():
+            for cluster_id, link in self.links.items():
                 require_intact(link.peer.cluster_id == cluster_id, f"{link!r} is filed under cluster {cluster_id}")
             for link in self._loopback:
                 require_intact(link.peer.incarnation == self._mine, f"{link!r} is filed as a link to ourselves")

@@ -54,7 +54,7 @@ def locate(
 ) -> Locations:
     """Return the places of ``addresses``; ParamError unless ``nbytes`` at each lie in one writable tensor."""
     found, allocated = [], False
-    with links.get(cluster_id).operation() as link:
+    with links.operation(cluster_id) as link:
         for start in range(0, len(addresses), MAX_LOCATE):
             part = addresses[start : start + MAX_LOCATE]
             answer = _ask(link, part, nbytes, deadline, what)

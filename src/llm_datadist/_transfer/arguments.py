@@ -235,19 +235,28 @@ def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
         raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
 
 
-def check_pull_blocks(key: object, src_blocks: BlockList, dst_blocks: BlockList, grant: Grant | None = None) -> None:
-    """Check that the lists suit the kind of key (interface §6.11); a grant makes an id-key name a blocks cache."""
+def check_pull_blocks(
+    key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
+    src_blocks: BlockList,
+    dst_blocks: BlockList,
+    grant: Grant | None = None,
+) -> BlockList | None:
+    """Check that the lists suit the kind of key (interface §6.11); return the peer's blocks, None if it names a row.
+
+    A grant makes an id-key name a blocks cache.
+    """
     sources, targets = len(src_blocks), len(dst_blocks)
     if not targets:
         raise ParamError("dst_blocks is empty: at least one block is needed")
-    by_id = grant is not None and isinstance(key, CacheKeyByIdAndIndex)
-    if by_id or isinstance(key, BlocksCacheKey):
+    if isinstance(key, BlocksCacheKey) or (grant is not None and isinstance(key, CacheKeyByIdAndIndex)):
         if not sources:
             raise ParamError("src_blocks is empty: a BlocksCacheKey, or a grant, needs the blocks to pull")
-        equal_lengths(src_blocks, dst_blocks)
-        return
+        if sources != targets:
+            equal_lengths(src_blocks, dst_blocks)
+        return src_blocks
     check_rule(not sources, f"src_blocks has {sources} entries: only a BlocksCacheKey addresses blocks")
     check_single_id(key)
+    return None
 
 
 def check_grant(grant: object, key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, sources: BlockList) -> None:

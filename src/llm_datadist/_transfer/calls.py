@@ -11,8 +11,6 @@ from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import msgspec
-
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
 from llm_datadist._checks import check_list, check_rule, check_type, check_uint64
@@ -37,12 +35,11 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.layerwise import Delivery
     from llm_datadist._transfer.local_copy import Pairs
-    from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist.types import CacheDesc
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
-Pending = Callable[[Deadline], None]  # work after the argument checks, for the caller's thread or a worker
+Work = Callable[[Deadline], None]  # of a call after the argument checks, for the caller's thread or a worker
 Awaited = Coroutine[Any, Any, None]
 
 
@@ -85,36 +82,39 @@ class EngineUser(OfProcess):
         elif isinstance(result, Cache):
             store.discard(result.cache_id)
 
+    def _perform(self, work: Work) -> None:
+        """Do the work of a call after its argument checks. Its awaited form does it in a worker."""
+        work(Deadline(self._of.options.sync_kv_timeout_ms))
+
 
 P = ParamSpec("P")
 User = TypeVar("User", bound=EngineUser)
 
 
-def blocking(check: Callable[Concatenate[User, P], Pending]) -> Callable[Concatenate[User, P], None]:
-    """Make a public call of a method that checks arguments and returns the remaining work."""
-    check.__annotations__ = {name: _Annotation(text) for name, text in check.__annotations__.items()}
+class _Awaiting(EngineUser):
+    """A manager whose calls check their arguments and leave the work."""
 
-    @wraps(check)
-    def call(self: User, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        check(self, *args, **kwargs)(Deadline(self._of.options.sync_kv_timeout_ms))
+    work: Work
 
-    _set_result(call, "None")
-    return call
+    def _perform(self, work: Work) -> None:
+        self.work = work
 
 
 def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
-    """Return the asyncio form of a :func:`blocking` call, which checks arguments at once."""
-    check: Callable[Concatenate[User, P], Pending] = call.__wrapped__  # type: ignore[attr-defined]  # set by wraps
+    """Return the asyncio form of a call that ends with ``_perform``; it checks arguments at once."""
+    call.__annotations__ = {name: _Annotation(text) for name, text in call.__annotations__.items()}
 
-    @wraps(check)
+    @wraps(call)
     def call_async(self: User, /, *args: P.args, **kwargs: P.kwargs) -> Awaited:
-        pending = check(self, *args, **kwargs)
-        return self._of.workers.run(pending, self._of.options.sync_kv_timeout_ms)
+        checked = _Awaiting(self._of)
+        call(checked, *args, **kwargs)  # type: ignore[arg-type]  # a call uses what every EngineUser has
+        return self._of.workers.run(checked.work, self._of.options.sync_kv_timeout_ms)
 
+    _set_result(call, "None")
     _set_result(call_async, "Coroutine[Any, Any, None]")
-    source = (check.__doc__ or "").rpartition("Source: ")[2].strip().removesuffix(".")
+    source = (call.__doc__ or "").rpartition("Source: ")[2].strip().removesuffix(".")
     call_async.__doc__ = (
-        f"Await :meth:`{check.__name__}`: the same arguments, errors and effects.\n\n{note}\n\n"
+        f"Await :meth:`{call.__name__}`: the same arguments, errors and effects.\n\n{note}\n\n"
         f"Source: {source}; extension."
     )
     call_async.__name__ += "_async"
@@ -147,14 +147,11 @@ def allocate(
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
     """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
-    if cache._granter in (engine.grants, None):  # noqa: SLF001 (of a handle that this module has made)
-        return cache.cache_id
-    raise _foreign(engine, call, name, cache)
-
-
-def _foreign(engine: Engine, call: str, name: str, cache: Cache) -> CacheError:
-    granter = cache._granter  # noqa: SLF001 (of a handle, as in local_id)
-    return CacheError(
+    # The fields of a handle that this module has made: small transfers are frequent, and a property would be a call.
+    granter, cache_id = cache._granter, cache._id  # noqa: SLF001
+    if granter is None or granter is engine.grants:
+        return cache_id
+    raise CacheError(
         f"{call}: {name}={cache!r}: a handle of {granter}, not of {engine.grants}; give a handle that this LLMDataDist "
         "has made since init",
         status_code=LLMStatusCode.LLM_PARAM_INVALID,
@@ -203,7 +200,7 @@ class RowCopy(NamedTuple):
     size: object
 
 
-def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Pending:
+def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Work:
     with arguments.naming_request(req_id):
         dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
         check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
@@ -223,7 +220,7 @@ def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None)
     return run
 
 
-def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Pending:
+def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Work:
     local, pairs = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
     cache_id = local_id(engine, "copy_blocks", "cache", local)
@@ -235,7 +232,7 @@ def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: di
     return run
 
 
-def swap_blocks(engine: Engine, src: Cache, dst: Cache, pairs: Pairs, names: tuple[str, str]) -> Pending:
+def swap_blocks(engine: Engine, src: Cache, dst: Cache, pairs: Pairs, names: tuple[str, str]) -> Work:
     """Move blocks between device and host memory, without a deadline (interface R6)."""
     # Only the addresses are used, but a foreign handle's may be unmapped.
     ids = [local_id(engine, "swap_blocks", name, cache) for name, cache in zip(names, (src, dst), strict=True)]
@@ -247,113 +244,122 @@ def swap_blocks(engine: Engine, src: Cache, dst: Cache, pairs: Pairs, names: tup
     return run
 
 
-class TransferCall(msgspec.Struct, eq=False):
-    """Pull or push after argument checks; as text, the local cache in errors. Threads: one."""
+class CacheTransfer(TransferOp):
+    """Pull or push of a public call, between a local and a remote cache; as text, the local one in errors."""
 
     engine: Engine
-    what: str  # name of the call
     argument: str  # the caller's, for the local cache
     cache_id: int  # local
-    name: RemoteName
     layers: LayerSelection
 
     def __str__(self) -> str:
         return f"{self.what}: {self.argument}"
 
-
-def transfer_call(
-    engine: Engine, what: str, argument: str, cache: Cache, name: RemoteName, layers: LayerSelection
-) -> TransferCall:
-    if cache._granter not in (engine.grants, None):  # noqa: SLF001 (as local_id, which would be a call more)
-        raise _foreign(engine, what, argument, cache)
-    return TransferCall(engine, what, argument, cache.cache_id, name, layers)
+    def run(self, deadline: Deadline) -> None:
+        """Begin a local use, check what needs no peer, and move the bytes."""
+        raise NotImplementedError
 
 
-def pull_row(
-    call: TransferCall, row: int, size: int, deadline: Deadline, *, src_offset: int = 0, dst_offset: int = 0
-) -> None:
-    """Pull ``size`` bytes per tensor (-1: the rest) into ``row``; offsets are bytes into a row."""
-    engine, layers = call.engine, call.layers
-    with (
-        engine.meters.span(call.what, "%s -> %d[%d]", call.name, call.cache_id, row) as span,
-        engine.store.using(call.cache_id, call) as local,
-    ):
-        dst = local.geometry
-        dst.require_row("batch_index", row)
-        arguments.check_size(size, dst, dst_offset)
-        layers.check_local("dst_layer_range", dst.num_tensors)
+class PullRow(CacheTransfer):
+    """Pull of ``size`` bytes per tensor (-1: the rest) into ``row``; offsets are bytes into a row."""
 
-        def plan(pair: CachePair) -> Plan:
-            src_range, dst_range = RowRange(pair.row, src_offset), RowRange(row, dst_offset)
-            return geometry.plan_row(pair.remote, dst, src_range, dst_range, size=size, layers=layers)
+    row: int
+    size: int
+    src_offset: int = 0
+    dst_offset: int = 0
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span))
+    def run(self, deadline: Deadline) -> None:
+        engine, self.deadline = self.engine, deadline
+        with (
+            engine.meters.span(self.what, "%s -> %d[%d]", self.name, self.cache_id, self.row) as self.span,
+            engine.store.using(self.cache_id, self) as self.local,
+        ):
+            dst = self.local.geometry
+            dst.require_row("batch_index", self.row)
+            arguments.check_size(self.size, dst, self.dst_offset)
+            self.layers.check_local("dst_layer_range", dst.num_tensors)
+            self.span.nbytes = engine.initiator.run(self)
+
+    def plan(self, pair: CachePair) -> Plan:
+        src, dst = RowRange(pair.row, self.src_offset), RowRange(self.row, self.dst_offset)
+        return geometry.plan_row(pair.remote, self.local.geometry, src, dst, size=self.size, layers=self.layers)
 
 
-def pull_blocks(
-    call: TransferCall,
-    src_blocks: BlockList | None,
-    dst_blocks: BlockList,
-    grant: Grant | None,
-    deadline: Deadline,
-    *,
-    name: str = "dst_blocks",
-) -> None:
-    """Pull remote ``src_blocks[i]`` into ``dst_blocks[i]``, in list order (interface R26).
+class PullBlocks(CacheTransfer):
+    """Pull of remote ``src_blocks[i]`` into ``dst_blocks[i]``, in list order (interface R26).
 
-    Without ``src_blocks`` piece i of the remote row goes there. Errors call ``dst_blocks`` by ``name``.
+    Without ``src_blocks`` piece i of the remote row goes there. Errors call ``dst_blocks`` by ``blocks_name``.
     """
-    engine, layers = call.engine, call.layers
-    with (
-        engine.meters.span(call.what, "%s -> %d, %d blocks", call.name, call.cache_id, blocks=len(dst_blocks)) as span,
-        engine.store.using(call.cache_id, call) as local,
-    ):
-        dst = local.geometry
-        arguments.check_blocks(name, dst_blocks, dst)
-        layers.check_local("dst_layer_range", dst.num_tensors)
 
-        def plan(pair: CachePair) -> Plan:
-            if src_blocks is None:
-                return geometry.plan_pieces(pair.remote, dst, src_row=pair.row, dst_blocks=dst_blocks, layers=layers)
-            return pair.block_planner(pair.remote, dst, layers).plan(dst_blocks, src_blocks)
+    src_blocks: BlockList | None
+    dst_blocks: BlockList
+    blocks_name: str = "dst_blocks"
 
-        span.nbytes = engine.initiator.run(TransferOp(call.name, local, plan, deadline, call.what, span, grant=grant))
+    def run(self, deadline: Deadline) -> None:
+        engine, blocks, self.deadline = self.engine, self.dst_blocks, deadline
+        detail = "%s -> %d, %d blocks"
+        with (
+            engine.meters.span(self.what, detail, self.name, self.cache_id, blocks=len(blocks)) as self.span,
+            engine.store.using(self.cache_id, self) as self.local,
+        ):
+            dst, layers = self.local.geometry, self.layers
+            arguments.check_blocks(self.blocks_name, blocks, dst)
+            layers.check_local("dst_layer_range", dst.num_tensors)
+            self.span.nbytes = engine.initiator.run(self)
 
-
-def push_row(call: TransferCall, row: int, deadline: Deadline) -> None:
-    engine, layers = call.engine, call.layers
-    with (
-        engine.meters.span(call.what, "%d[%d] -> %s", call.cache_id, row, call.name) as span,
-        engine.store.using(call.cache_id, call) as local,
-    ):
-        src = local.geometry
-        src.require_row("src_batch_index", row)
-        layers.check_local("src_layer_range", src.num_tensors)
-
-        def plan(pair: CachePair) -> Plan:
-            src_range, dst_range = RowRange(row), RowRange(pair.row)
-            return geometry.plan_row(src, pair.remote, src_range, dst_range, size=src.stride, layers=layers)
-
-        op = TransferOp(call.name, local, plan, deadline, call.what, span, push=True, consumes=True)
-        span.nbytes = engine.initiator.run(op)
+    def plan(self, pair: CachePair) -> Plan:
+        src, dst, layers = pair.remote, self.local.geometry, self.layers
+        if self.src_blocks is None:
+            return geometry.plan_pieces(src, dst, src_row=pair.row, dst_blocks=self.dst_blocks, layers=layers)
+        return pair.block_planner(src, dst, layers).plan(self.dst_blocks, self.src_blocks)
 
 
-def push_blocks(call: TransferCall, src_blocks: BlockList, dst_blocks: BlockList, deadline: Deadline) -> None:
-    """Push ``src_blocks[i]`` into remote ``dst_blocks[i]``, in list order (interface R26)."""
-    engine, layers = call.engine, call.layers
-    with (
-        engine.meters.span(call.what, "%d -> %s, %d blocks", call.cache_id, call.name, blocks=len(src_blocks)) as span,
-        engine.store.using(call.cache_id, call) as local,
-    ):
-        src = local.geometry
-        arguments.check_blocks("src_blocks", src_blocks, src)
-        layers.check_local("src_layer_range", src.num_tensors)
+class PushRow(CacheTransfer):
+    """Push of a whole row."""
 
-        def plan(pair: CachePair) -> Plan:
-            return pair.block_planner(src, pair.remote, layers).plan(dst_blocks, src_blocks)
+    push = consumes = True
 
-        op = TransferOp(call.name, local, plan, deadline, call.what, span, push=True, consumes=True)
-        span.nbytes = engine.initiator.run(op)
+    row: int
+
+    def run(self, deadline: Deadline) -> None:
+        engine, self.deadline = self.engine, deadline
+        with (
+            engine.meters.span(self.what, "%d[%d] -> %s", self.cache_id, self.row, self.name) as self.span,
+            engine.store.using(self.cache_id, self) as self.local,
+        ):
+            src = self.local.geometry
+            src.require_row("src_batch_index", self.row)
+            self.layers.check_local("src_layer_range", src.num_tensors)
+            self.span.nbytes = engine.initiator.run(self)
+
+    def plan(self, pair: CachePair) -> Plan:
+        src, ends = self.local.geometry, (RowRange(self.row), RowRange(pair.row))
+        return geometry.plan_row(src, pair.remote, *ends, size=src.stride, layers=self.layers)
+
+
+class PushBlocks(CacheTransfer):
+    """Push of ``src_blocks[i]`` into remote ``dst_blocks[i]``, in list order (interface R26)."""
+
+    push = consumes = True
+
+    src_blocks: BlockList
+    dst_blocks: BlockList
+
+    def run(self, deadline: Deadline) -> None:
+        engine, blocks, self.deadline = self.engine, self.src_blocks, deadline
+        detail = "%d -> %s, %d blocks"
+        with (
+            engine.meters.span(self.what, detail, self.cache_id, self.name, blocks=len(blocks)) as self.span,
+            engine.store.using(self.cache_id, self) as self.local,
+        ):
+            src = self.local.geometry
+            arguments.check_blocks("src_blocks", blocks, src)
+            self.layers.check_local("src_layer_range", src.num_tensors)
+            self.span.nbytes = engine.initiator.run(self)
+
+    def plan(self, pair: CachePair) -> Plan:
+        planner = pair.block_planner(self.local.geometry, pair.remote, self.layers)
+        return planner.plan(self.dst_blocks, self.src_blocks)
 
 
 class LayerwiseArguments:

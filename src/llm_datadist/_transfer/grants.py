@@ -465,7 +465,7 @@ def claim_grant(
                 return None
             raise failure.typed(what) from failure
 
-    with links.get(cluster_id).operation() as link:
+    with links.operation(cluster_id) as link:
         if (answer := ask(what, 0)) is None and wait:
             answer = ask(f"{unknown}; waiting for it", deadline.remaining_ms())
     if answer is None:

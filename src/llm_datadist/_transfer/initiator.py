@@ -5,10 +5,9 @@ After a failure the addressed bytes at the destination are undefined, all others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 
@@ -19,14 +18,14 @@ from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resol
 from llm_datadist._links.versions import READS_BY_KEY
 from llm_datadist._log import logger
 from llm_datadist._memory.write_intents import AnnouncementRefused
-from llm_datadist._native import Plan, Waiter, steps
+from llm_datadist._native import Waiter, steps
 from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._transfer.access import granted_only
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
 from llm_datadist._transfer.handles import KeyHandle, encode_handle
-from llm_datadist._transfer.resolution import RemoteName, Resolution, keep, open_answer, with_grant
-from llm_datadist._transport.connection import MemoryChanged, MemoryTorn
+from llm_datadist._transfer.resolution import Resolution, keep, open_answer, with_grant
+from llm_datadist._transport.connection import MemoryChanged, MemoryTorn, Transfer
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (
     CacheMismatch,
@@ -42,15 +41,16 @@ from llm_datadist.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from llm_datadist._cache.registry import Entry
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._native import CopyPool, Timer, WriteIntent
+    from llm_datadist._native import CopyPool, Plan, Timer, WriteIntent
+    from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
-
-MakePlan = Callable[[CachePair], Plan]
 
 #: One may have an outdated resolution. The others are for sockets that another transfer's timeout breaks.
 _ATTEMPTS: Final = 4
@@ -90,22 +90,26 @@ class PushDestination(msgspec.Struct, eq=False):
         self._caches[name] = cache_id
 
 
-class TransferOp(msgspec.Struct, eq=False):
-    """A pull or push; as text, its resolve in errors. Threads: one."""
+_LATER: Final[Any] = None  # until the call is under way
 
+
+class TransferOp(msgspec.Struct, eq=False, kw_only=True):
+    """A pull or push as plain data, from its checked arguments to its report. Threads: one."""
+
+    push: ClassVar[bool] = False
+    consumes: ClassVar[bool] = False  # if complete, a push consumes the key of the remote row (interface R5)
+
+    what: str  # name of the call
     name: RemoteName
-    local: Entry  # in local use by the caller
-    make_plan: MakePlan  # may raise ParamError
-    deadline: Deadline
-    what: str
-    span: Timer  # gets the transport's name
-    push: bool = False
-    consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
+    deadline: Deadline = _LATER
+    local: Entry = _LATER  # in local use
+    span: Timer = _LATER  # gets the transport's name
     grant: Grant | None = None  # must be active until the last byte
     destination: PushDestination | None = None  # of a push, shared by its parts
 
-    def __str__(self) -> str:
-        return f"{self.what}: resolving {self.name}"
+    def plan(self, pair: CachePair) -> Plan:
+        """Return the plan between two compared caches. May raise ParamError."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ class Initiator:
         try:
             if steps.watch is not None:
                 steps.watch("link", self)
-            with self.links.get(op.name.cluster_id).operation() as link:
+            with self.links.operation(op.name.cluster_id) as link:
                 try:
                     return self._run_over(link, op)
                 except (TransferFailed, CacheNotFound, DeadlineExceeded) as error:
@@ -163,7 +167,10 @@ class Initiator:
         """Make an attempt and report its end; return the plan, None to resolve again. Cached: no ``waiter``."""
         plan: Plan | None = None
         try:
-            plan = self._attempt(link, op, remote)
+            bound = op.grant is not None or op.destination is not None or remote.granted_only
+            admitted = _admitted(link, op, remote) if bound else remote
+            announced = op.push or link.connection.capabilities.announces_reads
+            plan = (self._announced if announced else self._attempt)(link, op, admitted)
         except ParamError:
             # The plan may not fit an outdated resolution. Guards that the owner compares do not show that here.
             if waiter is not None or (remote.guard_set is not None and _current(link, op, remote)):
@@ -185,7 +192,7 @@ class Initiator:
         if steps.watch is not None:
             steps.watch("ask", link)
         try:
-            answer = link.request(build, deadline, op, "resolve", waiter=waiter)
+            answer = link.request(build, deadline, f"{op.what}: resolving {name}", "resolve", waiter=waiter)
         except RemoteFailure as failure:
             raise failure.typed(op.what) from failure
         if not isinstance(answer, Resolved):
@@ -195,28 +202,16 @@ class Initiator:
             keep(link.caches.cached, (name, op.push), remote, _MAX_CACHED)
         return remote
 
-    def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
-        """Plan, copy and verify; return the plan, None to resolve again."""
-        if op.destination is not None:
-            op.destination.require(link.peer, op.name, remote.cache_id, op.what)
-        if op.grant is not None:
-            try:
-                remote = with_grant(remote, op.grant, link, op.what)
-            except LinkError as error:
-                raise link.lost_error(op.what, "copy") from error
-        elif remote.granted_only:
-            text = f"{op.what}: {op.name}: {granted_only(remote.cache_id)}; pull with a grant of it"
-            raise CacheMismatch(text, peer=link.peer.cluster_id)
-        # Before the guards are compared, because the owner waits for announced copies only.
-        if not (op.push or link.connection.capabilities.announces_reads):
-            return self._plan_and_copy(link, op, remote)
+    def _announced(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
+        """:meth:`_attempt` after an announcement: the owner waits for announced copies only."""
         try:
             with _announce(link, op, remote) or nullcontext():
-                return self._plan_and_copy(link, op, remote)
+                return self._attempt(link, op, remote)
         except AnnouncementRefused as error:
             raise link.lost_error(op.what, "copy") from error
 
-    def _plan_and_copy(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
+    def _attempt(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
+        """Plan, copy and verify; return the plan, None to resolve again."""
         able = link.connection.capabilities
         pair = remote.pair
         if first := pair is None or pair.cache_id != op.local.cache_id:
@@ -225,7 +220,7 @@ class Initiator:
             pair = CachePair(remote.geometry, remote.row, op.local.cache_id, same_memory)
         if steps.watch is not None:
             steps.watch("plan", link)
-        plan = op.make_plan(pair)
+        plan = op.plan(pair)
         if first:
             # A prediction equals a resolution that was compared.
             if not remote.predicted and (difference := unlike(op.local.geometry, remote.geometry)):
@@ -256,9 +251,8 @@ class Initiator:
 
     def _copy(self, link: Link, op: TransferOp, remote: Resolution, plan: Plan) -> bool:
         """Copy, between two comparisons of the guards. Return False if the caller must resolve again."""
-        connection = remote.tensors.connection
+        connection, local = remote.tensors.connection, op.local.storage.tensors
         recovery = connection.recovery
-        move = connection.write if op.push else connection.read
         op.span.transport = connection.capabilities.name
         if recovery is not None:
             if recovery.suspects:
@@ -269,7 +263,7 @@ class Initiator:
         try:
             if steps.watch is not None:
                 steps.watch("copy", link, op.push, op.deadline)
-            move(plan, op.local.storage.tensors, remote.tensors, self.pool, op.deadline, remote.guard_set)
+            connection.move(Transfer(plan, local, remote.tensors, self.pool, op.deadline, op.push, remote.guard_set))
             if steps.watch is not None:
                 steps.watch("copied", link, op.push)
         except MemoryChanged as error:
@@ -283,6 +277,21 @@ class Initiator:
         if op.destination is not None:
             op.destination.record(link.peer, op.name, remote.cache_id)
         return done
+
+
+def _admitted(link: Link, op: TransferOp, remote: Resolution) -> Resolution:
+    """Return the resolution if the transfer may use it: with its grant, and at the caches of its earlier parts."""
+    if op.destination is not None:
+        op.destination.require(link.peer, op.name, remote.cache_id, op.what)
+    if op.grant is not None:
+        try:
+            return with_grant(remote, op.grant, link, op.what)
+        except LinkError as error:
+            raise link.lost_error(op.what, "copy") from error
+    if remote.granted_only:
+        text = f"{op.what}: {op.name}: {granted_only(remote.cache_id)}; pull with a grant of it"
+        raise CacheMismatch(text, peer=link.peer.cluster_id)
+    return remote
 
 
 @elsewhere

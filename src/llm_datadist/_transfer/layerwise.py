@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan, Timer
     from llm_datadist._transfer.addresses import Locations, RemoteOffset
-    from llm_datadist._transfer.initiator import Initiator, MakePlan
+    from llm_datadist._transfer.initiator import Initiator
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
 
@@ -362,10 +362,48 @@ class Delivery:
         """Send a layer; errors as a push."""
         raise NotImplementedError
 
-    def push(self, name: RemoteName, plan: MakePlan, deadline: Deadline, span: Timer) -> int:
+    def push(self, part: LayerPush, deadline: Deadline, span: Timer) -> int:
         """Push a part, without consuming a key."""
-        op = TransferOp(name, self.entry, plan, deadline, _WHAT, span, push=True, destination=self.destination)
-        return self.initiator.run(op)
+        part.local, part.deadline, part.span, part.destination = self.entry, deadline, span, self.destination
+        return self.initiator.run(part)
+
+
+class LayerPush(TransferOp):
+    """Push of one part of a layer; it consumes no key."""
+
+    push = True
+
+    cut: LayerPlan
+    tensor: int  # first one, of the source
+
+
+class PushToLayer(LayerPush):
+    """Push of a layer into layer ``target`` of a cache."""
+
+    target: int
+
+    def plan(self, pair: CachePair) -> Plan:
+        dst, first = pair.remote, self.target * TENSORS_PER_LAYER
+        if first + TENSORS_PER_LAYER > dst.num_tensors:
+            raise ParamError(
+                f"dst_layer_range: layer {self.target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
+                f"layers of {TENSORS_PER_LAYER} tensors"
+            )
+        offset = self.cut.offset_in(dst, pair.row)
+        return self.cut.plan(first, self.tensor, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
+
+
+class PushToOffset(LayerPush):
+    """Push of ``count`` tensors to a located address."""
+
+    to: RemoteOffset
+    count: int
+
+    def plan(self, pair: CachePair) -> Plan:
+        cut, to, dst = self.cut, self.to, pair.remote
+        if to.tensor + self.count > dst.num_tensors or to.offset + cut.extent > dst.tensor_bytes:
+            raise ProtocolError(f"{_WHAT}: {self.name} does not have what it was located at: {to}")
+        return cut.plan(to.tensor, self.tensor, self.count, offset=to.offset, alias=pair.same_memory)
 
 
 @dataclass(slots=True)
@@ -377,20 +415,9 @@ class KeyDelivery(Delivery):
 
     def send(self, layer: int) -> None:
         target = self.dst_layers[layer - self.layers.start]
-        first = target * TENSORS_PER_LAYER
-
-        def plan(pair: CachePair) -> Plan:
-            dst = pair.remote
-            if first + TENSORS_PER_LAYER > dst.num_tensors:
-                raise ParamError(
-                    f"dst_layer_range: layer {target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
-                    f"layers of {TENSORS_PER_LAYER} tensors"
-                )
-            at, offset = layer * TENSORS_PER_LAYER, self.cut.offset_in(dst, pair.row)
-            return self.cut.plan(first, at, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
-
+        part = PushToLayer(self.cut, layer * TENSORS_PER_LAYER, target, what=_WHAT, name=self.name)
         with self.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
-            span.nbytes = self.push(self.name, plan, Deadline(self.timeout_ms), span)
+            span.nbytes = self.push(part, Deadline(self.timeout_ms), span)
 
 
 @dataclass(slots=True)
@@ -437,12 +464,5 @@ class AddressDelivery(Delivery):
         return sum(self._push_tensors(first + i, 1, to, deadline, span) for i, to in enumerate(offsets))
 
     def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline, span: Timer) -> int:
-        cut, name = self.cut, RemoteName(self.cluster_id, cache_id=to.cache_id)
-
-        def plan(pair: CachePair) -> Plan:
-            dst = pair.remote
-            if to.tensor + count > dst.num_tensors or to.offset + cut.extent > dst.tensor_bytes:
-                raise ProtocolError(f"{_WHAT}: {name} does not have what it was located at: {to}")
-            return cut.plan(to.tensor, first, count, offset=to.offset, alias=pair.same_memory)
-
-        return self.push(name, plan, deadline, span)
+        name = RemoteName(self.cluster_id, cache_id=to.cache_id)
+        return self.push(PushToOffset(self.cut, first, to, count, what=_WHAT, name=name), deadline, span)

@@ -146,7 +146,7 @@ class Questions:
 def ask(links: LinkManager, cluster_id: int, name: str, body: bytes, deadline: Deadline) -> bytes:
     """Return the peer's answer. Errors as :meth:`LLMDataDist.ask`. Threads: any."""
     what = f"ask {name!r} of cluster {cluster_id}"
-    with links.get(cluster_id).operation() as link:
+    with links.operation(cluster_id) as link:
         if QUESTIONS not in link.spoken.features:
             text = f"{what}: the release of {link.peer} knows no questions"
             raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED, peer=cluster_id)

@@ -318,7 +318,7 @@ class Connection(AbstractContextManager["Connection"]):
         MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded, TransferFailed, TransferAborted or
         LinkError (the connection is closed, or the peer has ended) the destination is undefined.
         """
-        return _run(self, Transfer(plan, local, remote, pool, deadline, False, guards), self._read)
+        return self.move(Transfer(plan, local, remote, pool, deadline, False, guards))
 
     def write(
         self,
@@ -330,9 +330,26 @@ class Connection(AbstractContextManager["Connection"]):
         guards: GuardSet | None = None,
     ) -> int:
         """Move ``plan`` the other way, as :meth:`read`. ParamError also means: ``remote`` was mapped for reading."""
-        if not remote.writable:
+        return self.move(Transfer(plan, local, remote, pool, deadline, True, guards))
+
+    def move(self, transfer: Transfer) -> int:
+        """:meth:`read` or :meth:`write`."""
+        if transfer.remote.connection is not self:
+            text = f"{transfer.what}: the remote tensors were mapped by another connection; map them with this one"
+            raise ParamError(text)
+        if transfer.write and not transfer.remote.writable:
             raise ParamError("write: the remote tensors were mapped with writable=False; map them with writable=True")
-        return _run(self, Transfer(plan, local, remote, pool, deadline, True, guards), self._written)
+        if self._pid != HERE["pid"]:
+            self.refuse(self, transfer.what)
+        nbytes = transfer.plan.nbytes
+        with Use(self._users, self, self, "write" if transfer.write else "read"):
+            self._move(transfer)
+            (self._written if transfer.write else self._read).add(nbytes)
+        if self._aborted:
+            name = self.capabilities.name
+            text = f"{transfer.what}: the {name} connection was aborted while {nbytes} bytes moved"
+            raise TransferAborted(text, phase="copy")
+        return nbytes
 
     @property
     def closed(self) -> bool:
@@ -426,22 +443,6 @@ def _checked_range(connection: Connection, region: int, writable: bool) -> Addre
     if writable and not found.writable:
         raise LinkError(f"map: the peer exports region {region} read-only: it has no remote cache access (RCA)")
     return found
-
-
-def _run(connection: Connection, transfer: Transfer, meter: Meter) -> int:
-    nbytes, name = transfer.plan.nbytes, connection.capabilities.name
-    if transfer.remote.connection is not connection:
-        text = f"{transfer.what}: the remote tensors were mapped by another connection; map them with this one"
-        raise ParamError(text)
-    with connection._use("write" if transfer.write else "read"):
-        if transfer.deadline.expired():
-            raise transfer.deadline.error(f"{transfer.what} of {nbytes} bytes over {name}", "copy")
-        connection._move(transfer)
-        meter.add(nbytes)
-    if connection._aborted:
-        what = transfer.what
-        raise TransferAborted(f"{what}: the {name} connection was aborted while {nbytes} bytes moved", phase="copy")
-    return nbytes
 
 
 class DataPath:

@@ -15,9 +15,9 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import for_main_thread, public_calls, require_outermost
-from llm_datadist._transfer import calls, linking
+from llm_datadist._transfer import linking
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
-from llm_datadist._transfer.calls import TransferCall
+from llm_datadist._transfer.calls import PullBlocks, PullRow, PushBlocks, PushRow
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist._transfer.meters import log_for_user
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
@@ -308,8 +308,8 @@ class LlmDataDist:
             cache_id, row, nbytes, layers = check(
                 ARGUMENTS, dst_cache=dst_cache, batch_index=batch_index, size=size, ext_param=ext_param
             )
-            pull = TransferCall(engine, "PullKvCache", "dst_cache", cache_id, name, layers)
-            calls.pull_row(pull, row, nbytes, engine.deadline())
+            pull = PullRow(engine, "dst_cache", cache_id, layers, row, nbytes, what="PullKvCache", name=name)
+            pull.run(engine.deadline())
         return call.status
 
     def PullKvBlocks(
@@ -334,8 +334,8 @@ class LlmDataDist:
             sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
-            pull = TransferCall(engine, "PullKvBlocks", "dst_cache", cache_id, name, layers)
-            calls.pull_blocks(pull, sources, targets, None, engine.deadline())
+            given = engine, "dst_cache", cache_id, layers, sources, targets
+            PullBlocks(*given, what="PullKvBlocks", name=name).run(engine.deadline())
         return call.status
 
     def PushKvCache(
@@ -360,8 +360,8 @@ class LlmDataDist:
             check_rule(nbytes == -1, f"size={nbytes}: only -1 (the whole row) can be pushed")
             layers = arguments.layers("ext_param", ext_param)
             _require_device(engine, cache_id, "PushKvCache: src_cache", "pushed")
-            push = TransferCall(engine, "PushKvCache", "src_cache", cache_id, name, layers)
-            calls.push_row(push, row, engine.deadline())
+            push = PushRow(engine, "src_cache", cache_id, layers, row, what="PushKvCache", name=name)
+            push.run(engine.deadline())
         return call.status
 
     def PushKvBlocks(
@@ -386,8 +386,8 @@ class LlmDataDist:
             sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
-            push = TransferCall(engine, "PushKvBlocks", "src_cache", cache_id, name, layers)
-            calls.push_blocks(push, sources, targets, engine.deadline())
+            given = engine, "src_cache", cache_id, layers, sources, targets
+            PushBlocks(*given, what="PushKvBlocks", name=name).run(engine.deadline())
         return call.status
 
     def CopyKvCache(

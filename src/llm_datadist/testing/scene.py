@@ -113,32 +113,25 @@ class Scene:
             assert np.array_equal(self.peer.peek(region), image), f"region {region} differs"
 
 
-class PassesLater(Deadline):
-    """A deadline that denies having passed until the copy asks."""
-
-    __slots__ = ()
-
-    def expired(self) -> bool:
-        """Wait until it has passed, then return False."""
-        while not super().expired():
-            pass
-        return False
-
-
 class Holds(Deadline):
     """Deadline that holds its transfer in the connection, right before the move, until ``go`` is set."""
 
-    __slots__ = ("go", "inside")
+    __slots__ = ("_ends_ns", "go", "inside")
 
     def __init__(self) -> None:
         super().__init__(BUDGET_MS)
         self.inside, self.go = threading.Event(), threading.Event()
 
-    def expired(self) -> bool:
-        """Wait until the transfer may go on."""
+    @property
+    def expires_ns(self) -> int:
+        """End of the transfer, once that may go on."""
         self.inside.set()
         assert self.go.wait(BUDGET_MS / 1e3)
-        return super().expired()
+        return self._ends_ns
+
+    @expires_ns.setter
+    def expires_ns(self, value: int) -> None:
+        self._ends_ns = value
 
 
 @contextmanager
