@@ -24,7 +24,8 @@ from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
-from llm_datadist._transfer import arguments, calls
+from llm_datadist._transfer import arguments
+from llm_datadist._transfer.calls import PullBlocks, _Awaiting
 from llm_datadist._transport.cma import CmaConnection
 from llm_datadist.cache_manager import CacheManager
 
@@ -96,12 +97,14 @@ def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
     copy = connection._memory.read if isinstance(connection, CmaConnection) else execute
 
     def move() -> None:
-        one = calls.TransferCall(engine, "pull_blocks", "dst_cache", cache.cache_id, name, layers)
-        calls.pull_blocks(one, of, to, None, deadline)
+        given = engine, "dst_cache", cache.cache_id, layers, of, to
+        PullBlocks(*given, what="pull_blocks", name=name).run(deadline)
+
+    check = _Awaiting(engine)
 
     return {
         "pull_blocks": lambda: cm.pull_blocks(_KEY, cache, src, dst),
-        "  arguments": lambda: inspect.unwrap(CacheManager.pull_blocks)(cm, _KEY, cache, src, dst),
+        "  arguments": lambda: inspect.unwrap(CacheManager.pull_blocks)(check, _KEY, cache, src, dst),
         "    one list": lambda: parse_blocks("src_blocks", src),
         "    layers": lambda: arguments.layer_selection(None, None, 2),
         "    name of the remote cache": lambda: arguments.remote_name(_KEY, 2),
@@ -109,7 +112,7 @@ def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
         "  the move": move,
         "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
         "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
-        "    link, as an operation": _within(lambda: engine.links.get(1)),
+        "    link, as an operation": _within(lambda: engine.links.operation(1)),
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
         "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline, guards),
         "      guards and the copy itself": lambda: copy(plan, *native, pool, deadline.expires_ns, None, guards),

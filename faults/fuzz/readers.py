@@ -12,8 +12,7 @@ from faults.fuzz.forge import HANDSHAKE, LINK, Forge, mutated, wild
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Message, decode, encode
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._native import Plan, encode_request
-from llm_datadist._native.lane_engine import check_plan
+from llm_datadist._native import Plan, check_plan, encode_request
 from llm_datadist._transport import rendezvous
 from llm_datadist._transport.moves import MoveRequest, decode_request
 from llm_datadist.errors import ParamError, ProtocolError
@@ -114,7 +113,7 @@ def _read_request(data: bytes) -> MoveRequest:
     """Read a request of a lane, and check it against real tensors; what passes may not leave them."""
     request = decode_request(data)
     plan = request.plan
-    check_plan(plan, _TENSORS, _TENSORS)
+    check_plan(plan, _TENSORS.native, _TENSORS.native)
     last = plan.src_first + plan.count  # by arithmetic without bounds
     for _, start, nbytes in plan.runs.tolist():
         if plan.count and nbytes and (last > 4 or start + nbytes > 4096):

@@ -27,7 +27,7 @@ from llm_datadist._transfer.calls import (
 )
 from llm_datadist._transfer.checksum import digest_blocks
 from llm_datadist._transfer.grants import check_token, claim_grant, release_grant
-from llm_datadist.errors import NotLinked, ParamError
+from llm_datadist.errors import NotLinked
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
 if TYPE_CHECKING:
@@ -377,18 +377,14 @@ class CacheManager(EngineUser):
         Source: interface §6.11.
         """
         engine = self._engine
-        check_type("src_cache_key", src_cache_key, (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey))
         # The rules of ARGUMENTS, called directly: small transfers of blocks are frequent.
-        check_type("dst_cache", dst_cache, Cache)
+        cache_id = calls.blocks_cache_id(engine, "pull_blocks", "dst_cache", dst_cache, "pull_cache")
         sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
-        if not dst_cache.is_blocks_cache:
-            raise ParamError("dst_cache: not a blocks cache; use pull_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         theirs = arguments.check_pull_blocks(src_cache_key, sources, targets, grant)
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
-        cache_id = calls.local_id(engine, "pull_blocks", "dst_cache", dst_cache)
         given = engine, "dst_cache", cache_id, layers, theirs, targets
         self._perform(PullBlocks(*given, what="pull_blocks", name=name, grant=grant).run)
 
@@ -525,14 +521,11 @@ class CacheManager(EngineUser):
         engine = self._engine
         arguments.require_rca(engine.options.remote_accessible, "push_blocks")
         check_type("dst_cache_key", dst_cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
-        check_type("src_cache", src_cache, Cache)  # the rules of ARGUMENTS, as in pull_blocks
+        cache_id = calls.blocks_cache_id(engine, "push_blocks", "src_cache", src_cache, "push_cache")
         sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
-        if not src_cache.is_blocks_cache:
-            raise ParamError("src_cache: not a blocks cache; use push_cache")
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        cache_id = calls.local_id(engine, "push_blocks", "src_cache", src_cache)
         given = engine, "src_cache", cache_id, layers, sources, targets
         self._perform(PushBlocks(*given, what="push_blocks", name=name).run)
 

@@ -264,7 +264,10 @@ def _frames(world: World) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("scene", [("shm", True, gpu) for gpu in (False, True)], indirect=True, scope="module")
+_MOST_FRAMES: Final = {"shm": 25, "tcp": 30}
+
+
+@pytest.mark.parametrize("scene", list(product(_MOST_FRAMES, [True], [False, True])), indirect=True, scope="module")
 def test_a_warm_pull_of_a_block_calls_few_python_functions(scene: Pair) -> None:
     """docs/notes/one-pull.md says what a frame costs."""
     scene.prompt.do(make, "kv", PAGED, 1)
@@ -274,4 +277,4 @@ def test_a_warm_pull_of_a_block_calls_few_python_functions(scene: Pair) -> None:
     finally:
         scene.decoder.do(_give_back, OWN_BLOCKS)
         scene.prompt.do(_give_back, PAGED)
-    assert len(called) <= 45, called
+    assert len(called) <= _MOST_FRAMES[scene.transport], called

@@ -165,7 +165,7 @@ class ToyConnection(ServedConnection):
 
     def _move(self, transfer: Transfer) -> None:
         local, remote, write, done = transfer.local, transfer.remote, transfer.write, 0
-        check_plan(transfer.plan, *((remote, local) if write else (local, remote)))
+        check_plan(transfer.plan, *transfer.sides())
         for part in split_plan(transfer.plan, _PART_BYTES, _PART_RUNS):
             if time.monotonic_ns() >= transfer.deadline.expires_ns:
                 raise transfer.timeout(done)

@@ -410,7 +410,7 @@ def test_plans_outside_the_local_tensors_start_nothing() -> None:
                 with pytest.raises(ParamError):
                     ends.far.reply(ends.far_lanes[0], 1, plan, local, [], 0, write=write)
             with pytest.raises(ParamError):
-                native.check_plan(plan, local, local)
+                native.check_plan(plan, local.native, local.native)
         with pytest.raises(ParamError, match="meta has 1048577 bytes"):
             ends.near.start(ends.lanes[0], bytes(MIB + 1), one_row(8), local, write=False)
         with pytest.raises(ParamError, match="divisible by 8"):

@@ -222,6 +222,8 @@ class Registry:
     def __init__(self, first_id: int = 1) -> None:
         self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
+        #: Returns the entry of an id, or None, without a call of Python.
+        self.entry_of: Callable[[int], Entry | None] = self._entries.get
         self._keys: dict[Key, Binding] = {}
         self._pins: dict[tuple[object, int], Pin] = {}  # by peer and number
         self._pins_of: dict[object, int] = {}  # peer -> its pins; absent: none

@@ -220,7 +220,7 @@ class CacheStore:
         """Return a context manager for a local use. CacheNotFound names the argument ``what``."""
         if steps.watch is not None:
             steps.watch("use", self)
-        entry = self.registry.lookup(cache_id, what)
+        entry = self.registry.entry_of(cache_id) or self.registry.lookup(cache_id, what)
         return Use(entry.uses, entry, self, what)
 
     def refuse(self, entry: Entry, what: object) -> None:

@@ -49,6 +49,7 @@ from llm_datadist._native._native import (
     advance_generation,
     await_work,
     check_mapped,
+    check_plan,
     check_signals,
     close_elsewhere,
     close_writers,
@@ -59,7 +60,9 @@ from llm_datadist._native._native import (
     encode_request,
     execute,
     find_writers,
+    least_loaded,
     load_generation,
+    parse_blocks,
     parse_pairs,
     peek_process,
     plan_blocks,
@@ -71,7 +74,7 @@ from llm_datadist._native._native import (
     writer_sequence,
 )
 from llm_datadist._native.cpus import usable_cpus
-from llm_datadist._native.lane_engine import LaneEngine, LaneEvent, LaneLost, Outcome, ReadAsked, WriteAsked, check_plan
+from llm_datadist._native.lane_engine import LaneEngine, LaneEvent, LaneLost, Outcome, ReadAsked, WriteAsked
 from llm_datadist._native.plan import MAPPED, NO_DEADLINE, USER, Tensors
 from llm_datadist.errors import NoneArgument, ParamError
 
@@ -79,20 +82,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def parse_blocks(name: str, values: object) -> BlockList:
-    """Parse a list or tuple of ints, or a 1-D integer array. Errors begin with ``name``.
-
-    Raises TypeError for others, NoneArgument for None, ParamError for a negative number or one beyond int64.
-    """
-    try:
-        parsed = _native.parse_blocks(name, values)
-    except TypeError:
-        for i, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
+def parse_other_blocks(name: str, values: object) -> BlockList | None:
+    """Parse the arrays that :func:`parse_blocks` leaves, and raise its errors; None for a list without None."""
+    if isinstance(values, (list, tuple)):
+        for i, value in enumerate(values):
             if value is None:
-                raise NoneArgument(f"{name}[{i}] is None: must be a block number") from None
-        raise
-    if parsed is not None:
-        return parsed
+                raise NoneArgument(f"{name}[{i}] is None: must be a block number")
+        return None
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "iu":
             raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")

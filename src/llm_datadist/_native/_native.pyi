@@ -270,10 +270,10 @@ class GuardSet:
 CHANGED_BEFORE: Final[int]
 CHANGED_DURING: Final[int]
 
-def parse_blocks(name: str, values: object) -> BlockList | None:
-    """Return the numbers of a list, tuple, or 1-D int64 array without negatives; None for other containers.
+def parse_blocks(name: str, values: object) -> BlockList:
+    """Parse a list or tuple of ints, or a 1-D integer array. Errors begin with ``name``.
 
-    TypeError: an element is not an int. ParamError: it is outside [0, 2**63).
+    Raises TypeError for others, NoneArgument for None, ParamError for a negative number or one beyond int64.
     """
 
 def parse_pairs(pairs: dict[Any, Any], lists: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -511,7 +511,8 @@ class CopyPool:
     def close(self) -> None:
         """Join the threads. Idempotent."""
 
-def check_plan(plan: Plan, dst: TensorList, src: TensorList) -> None: ...
+def check_plan(plan: Plan, dst: TensorList, src: TensorList) -> None:
+    """Raise the ParamError that ``execute`` would raise before its first byte."""
 
 MAX_REQUEST_RUNS: Final[int]
 """Runs of one request: half of what a meta of 1 MiB has room for."""
@@ -527,6 +528,9 @@ def encode_request(handle: bytes, extent: int, plan: Plan, write: bool) -> bytes
 
     ParamError: the handle has more than 65535 bytes.
     """
+
+def least_loaded(loads: dict[int, int], bulk: bool = False) -> int:
+    """Return the lane with the smallest load, 0 without lanes; atomic. ``bulk``: none on the oldest of several."""
 
 def add_load(loads: dict[int, int], lane: int, nbytes: int, doubts: list[int] | None = None) -> None:
     """Add to the load of a lane, unless it has gone, and make ``doubts[0]`` at least the lane; atomic."""

@@ -126,47 +126,65 @@ public:
 
     // Our jobs. Each needs one wait() that returns its end, or one give_up().
 
-    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans) {
+    // A job that one caller begins and ends.
+    struct Started {
+        std::uint64_t id;
+        std::uint64_t lane;
+        std::shared_ptr<Ticket> ticket;
+        bool spins;  // its first wait polls
+        bool on_device;
+    };
+
+    Started begin(std::uint64_t lane, Kind kind, std::string meta, Spans spans) {
         const auto body = usable_body();
-        if (meta.size() > max_meta_bytes) refuse("meta has ", meta.size(), " bytes, at most ", max_meta_bytes);
-        if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
-        const std::uint64_t id = next_job_.fetch_add(1, std::memory_order_relaxed);
-        auto ticket = std::make_shared<Ticket>();
-        const bool on_device = spans.place().on_device();
-        remember(id, {lane, ticket, spans.total() <= spin_max_bytes, on_device});
-        auto payload = std::make_shared<Payload>(std::move(spans), tag_of(id));
-        auto job = std::make_shared<Job>(Job{kind, id, std::move(meta), std::move(payload), ticket});
-        const bool posted = body && body->thread_of(lane).post([lane, job](LaneThread& thread) {
-            const bool found = thread.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
-            if (!found) fail_unknown(*job->ticket, lane);
-        });
-        if (!posted) fail_unknown(*ticket, lane);
-        return id;
+        Started started = admit(lane, meta, spans);
+        post(body.get(), started, kind, std::move(meta), std::move(spans));
+        return started;
     }
 
-    // Returns and forgets the job's end; nothing if it has not ended by then.
-    std::optional<Outcome> wait(std::uint64_t id, std::int64_t until_ns) {
+    // Returns the job's end; nothing if it has not ended by then.
+    std::optional<Outcome> wait(Started& started, std::int64_t until_ns) {
         check_usable();
-        const Started started = find(id);
         std::optional<Outcome> outcome;
-        if (started.spins) outcome = spin(id, started, until_ns);
+        if (std::exchange(started.spins, false)) outcome = spin(started, until_ns);
         if (!outcome) outcome = started.ticket->wait_until(until_ns);
         if (!outcome) return std::nullopt;
-        forget(id);
-        return after_device(id, started, std::move(*outcome));
+        return after_device(started, std::move(*outcome));
     }
 
     // Ends the job unless it has ended, and returns its end. Its memory is no longer touched.
-    Outcome give_up(std::uint64_t id) {
-        const auto body = usable_body();
-        const Started started = find(id);
-        if (body)
-            body->thread_of(started.lane).post_and_wait([lane = started.lane, id](LaneThread& thread) {
-                thread.with(lane, [&](Lane& found) { found.give_up(id); });
+    Outcome give_up(const Started& started) {
+        if (const auto body = usable_body())
+            body->thread_of(started.lane).post_and_wait([&started](LaneThread& thread) {
+                thread.with(started.lane, [&](Lane& found) { found.give_up(started.id); });
             });
-        const std::optional<Outcome> outcome = started.ticket->now();
+        // Without a lane its ticket is finished.
+        return after_device(started, started.ticket->now().value_or(Outcome{}));
+    }
+
+    // The same for callers that have several jobs, by number.
+
+    std::uint64_t start(std::uint64_t lane, Kind kind, std::string meta, Spans spans) {
+        const auto body = usable_body();
+        const Started started = admit(lane, meta, spans);
+        remember(started);  // before it can touch memory
+        post(body.get(), started, kind, std::move(meta), std::move(spans));
+        return started.id;
+    }
+
+    std::optional<Outcome> wait(std::uint64_t id, std::int64_t until_ns) {
+        check_usable();
+        Started started = find(id);
+        auto outcome = wait(started, until_ns);
+        if (outcome) forget(id);
+        return outcome;
+    }
+
+    Outcome give_up(std::uint64_t id) {
+        check_usable();
+        Outcome outcome = give_up(find(id));
         forget(id);
-        return after_device(id, started, outcome.value_or(Outcome{}));  // without a lane its ticket is finished
+        return outcome;
     }
 
     // Answers to the peer, dropped if the lane or the request is gone.
@@ -194,22 +212,15 @@ public:
     }
 
 private:
-    struct Started {
-        std::uint64_t lane;
-        std::shared_ptr<Ticket> ticket;
-        bool spins;  // its first wait polls
-        bool on_device;
-    };
-
     static constexpr std::int64_t longest_quiesce_ns = 1'000'000'000;
 
     // Tags of memory given to the engine by reply() are positive.
     static std::int64_t tag_of(std::uint64_t job) { return -static_cast<std::int64_t>(job); }
 
     // The end of a job, once no copy of a device touches its memory; another one if a copy does not end.
-    static Outcome after_device(std::uint64_t id, const Started& started, Outcome outcome) {
+    static Outcome after_device(const Started& started, Outcome outcome) {
         if (!started.on_device) return outcome;
-        const Device* const stuck = Device::await(tag_of(id), monotonic_ns() + Device::patience_ns());
+        const Device* const stuck = Device::await(tag_of(started.id), monotonic_ns() + Device::patience_ns());
         if (stuck == nullptr) return outcome;
         constexpr auto why = "it does not answer: a copy that it has begun does not end";
         stuck->fail(DeviceError::unfinished, why);
@@ -253,10 +264,9 @@ private:
     // Serves the lane here for 250 us, or longer if another process gets the CPU, which counts as a failure: a small
     // job's answer then wakes no thread. After failures later jobs wait instead. Returns at once if the lane thread is
     // awake.
-    std::optional<Outcome> spin(std::uint64_t id, const Started& started, std::int64_t until_ns) {
+    std::optional<Outcome> spin(const Started& started, std::int64_t until_ns) {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
-            if (const auto found = tickets_.find(id); found != tickets_.end()) found->second.spins = false;
             if (!busy_wait_.begin()) return std::nullopt;
         }
         const auto body = usable_body();
@@ -284,16 +294,39 @@ private:
         });
     }
 
-    void remember(std::uint64_t id, Started started) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        tickets_.emplace(id, std::move(started));
+    Started admit(std::uint64_t lane, const std::string& meta, const Spans& spans) {
+        if (meta.size() > max_meta_bytes) refuse("meta has ", meta.size(), " bytes, at most ", max_meta_bytes);
+        if (spans.total() > max_payload_bytes) refuse("a job of ", spans.total(), " bytes is too large for one lane");
+        const std::uint64_t id = next_job_.fetch_add(1, std::memory_order_relaxed);
+        const bool on_device = spans.place().on_device();
+        return {id, lane, std::make_shared<Ticket>(), spans.total() <= spin_max_bytes, on_device};
     }
 
+    // `body` is null once closed.
+    void post(Body* body, const Started& started, Kind kind, std::string meta, Spans spans) {
+        auto payload = std::make_shared<Payload>(std::move(spans), tag_of(started.id));
+        auto job = std::make_shared<Job>(Job{kind, started.id, std::move(meta), std::move(payload), started.ticket});
+        const std::uint64_t lane = started.lane;
+        const bool posted = body != nullptr && body->thread_of(lane).post([lane, job](LaneThread& thread) {
+            const bool found = thread.with(lane, [&](Lane& lane) { lane.start(std::move(*job)); });
+            if (!found) fail_unknown(*job->ticket, lane);
+        });
+        if (!posted) fail_unknown(*started.ticket, lane);
+    }
+
+    void remember(const Started& started) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        tickets_.emplace(started.id, started);
+    }
+
+    // Only its first wait polls.
     Started find(std::uint64_t id) {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = tickets_.find(id);
         if (found == tickets_.end()) refuse("job ", id, " was never started, or its end was told before");
-        return found->second;
+        Started started = found->second;
+        found->second.spins = false;
+        return started;
     }
 
     void forget(std::uint64_t id) {

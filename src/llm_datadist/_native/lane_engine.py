@@ -59,11 +59,6 @@ LaneEvent = ReadAsked | WriteAsked | LaneLost
 _EVENTS: Final = {"read": ReadAsked, "write": WriteAsked, "lost": LaneLost}
 
 
-def check_plan(plan: Plan, dst: Tensors, src: Tensors) -> None:
-    """Raise the ParamError that ``execute`` would raise before its first byte."""
-    _native.check_plan(plan, dst.native, src.native)
-
-
 class LaneEngine:
     """1 to 64 native threads ``lldd-data-<n>`` that serve stream sockets (lanes). ``_native.pyi`` has native methods.
 

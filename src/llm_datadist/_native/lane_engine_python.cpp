@@ -140,39 +140,61 @@ inline nb::tuple outcome_tuple(const Outcome& outcome) {
     return nb::make_tuple(outcome.ending, outcome.code, outcome.bytes, text_object(outcome.text));
 }
 
-inline std::optional<Outcome> wait_without_gil(LaneEngine& engine, std::uint64_t id, std::int64_t until_ns) {
+// `Job`: its number, or the job itself.
+template <typename Job>
+std::optional<Outcome> wait_without_gil(LaneEngine& engine, Job& job, std::int64_t until_ns) {
     const GilReleased released;
-    return engine.wait(id, until_ns);
+    return engine.wait(job, until_ns);
 }
 
-inline Outcome give_up_without_gil(LaneEngine& engine, std::uint64_t id) {
+template <typename Job>
+Outcome give_up_without_gil(LaneEngine& engine, Job& job) {
     const GilReleased released;
-    return engine.give_up(id);
+    return engine.give_up(job);
+}
+
+template <typename Job>
+nb::tuple end_of(LaneEngine& engine, Job& job, const Stop& stop) {
+    while (true) {
+        const std::int64_t now = monotonic_ns();
+        const std::int64_t until = stop.deadline_ns - now > look_every_ns ? now + look_every_ns : stop.deadline_ns;
+        if (const auto outcome = wait_without_gil(engine, job, until)) return outcome_tuple(*outcome);
+        if (stop.now()) return outcome_tuple(give_up_without_gil(engine, job));
+        if (!check_signals()) {
+            give_up_without_gil(engine, job);
+            throw nb::python_error();
+        }
+    }
 }
 
 inline nb::tuple py_wait(LaneEngine& engine, std::uint64_t id, std::int64_t deadline_ns,
                          const std::optional<Flag>& cancelled) {
-    const Stop stop = stop_of(deadline_ns, cancelled);
-    while (true) {
-        const std::int64_t now = monotonic_ns();
-        const std::int64_t until = deadline_ns - now > look_every_ns ? now + look_every_ns : deadline_ns;
-        if (const auto outcome = wait_without_gil(engine, id, until)) return outcome_tuple(*outcome);
-        if (stop.now()) return outcome_tuple(give_up_without_gil(engine, id));
-        if (!check_signals()) {
-            give_up_without_gil(engine, id);
-            throw nb::python_error();
-        }
-    }
+    return end_of(engine, id, stop_of(deadline_ns, cancelled));
 }
 
 // A signal handler's exception, too, ends the job first.
 inline nb::tuple py_move(LaneEngine& engine, std::uint64_t lane, bool write, const nb::bytes& handle,
                          std::uint64_t extent, const MovePlan& plan, const TensorList& tensors,
                          std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
-    stop_of(deadline_ns, cancelled);  // refuses a wrong one before the job begins
-    const std::uint64_t job =
-        engine.start(lane, kind_of(write), request_meta(handle, extent, plan, write), spans_of(plan, tensors, !write));
-    return py_wait(engine, job, deadline_ns, cancelled);
+    const Stop stop = stop_of(deadline_ns, cancelled);  // refuses a wrong one before the job begins
+    LaneEngine::Started job =
+        engine.begin(lane, kind_of(write), request_meta(handle, extent, plan, write), spans_of(plan, tensors, !write));
+    return end_of(engine, job, stop);
+}
+
+// One step under the GIL: other threads change the loads. Lanes count from 1, and a dict has its oldest first.
+inline std::uint64_t least_loaded(const nb::dict& loads, bool bulk) {
+    bool left_out = !bulk || loads.size() < 2;
+    std::uint64_t best = 0;
+    std::int64_t least = 0;
+    for (const auto& [lane, load] : loads) {
+        const auto bytes = nb::cast<std::int64_t>(load);
+        if (std::exchange(left_out, true) && (best == 0 || bytes < least)) {
+            best = nb::cast<std::uint64_t>(lane);
+            least = bytes;
+        }
+    }
+    return best;
 }
 
 // One step under the GIL: other threads change both, too. `doubts`, unless None a list of one number, is at least the lane
@@ -261,6 +283,7 @@ void bind_lanes(nb::module_& m) {
             "hold", [](const PyLent& self, const MovePlan& plan) { return self.blocks->hold(plan.run_list()); },
             "plan"_a);
 
+    m.def("least_loaded", &least_loaded, "loads"_a, "bulk"_a = false);
     m.def("add_load", &add_load, "loads"_a, "lane"_a, "nbytes"_a, "doubts"_a = nb::none());
     nb::class_<LaneLoad>(m, "LaneLoad", nb::is_final())
         .def(nb::init<nb::dict, nb::object, std::int64_t, nb::object>(), "loads"_a, "lane"_a, "nbytes"_a,

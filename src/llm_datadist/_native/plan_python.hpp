@@ -167,19 +167,25 @@ private:
     std::size_t run_count_;
 };
 
-// None unless a list, a tuple, or an int64 array without negative values.
-inline std::optional<BlockList> py_parse_blocks(const char* name, nb::handle values) {
+// Python parses what is no list, tuple or int64 array without negative values, and finds the None in a list.
+inline nb::object parse_in_python(const char* name, nb::handle values) {
+    return nb::module_::import_("llm_datadist._native").attr("parse_other_blocks")(name, values);
+}
+
+inline nb::object py_parse_blocks(const char* name, nb::handle values) {
     if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) {
         Indices array;
-        if (!nb::try_cast(values, array, false)) return std::nullopt;
+        if (!nb::try_cast(values, array, false)) return parse_in_python(name, values);
         if (std::any_of(array.data(), array.data() + array.size(), [](std::int64_t each) { return each < 0; }))
-            return std::nullopt;
-        return BlockList(array);
+            return parse_in_python(name, values);
+        return nb::cast(BlockList(array));
     }
     try {
-        return BlockList(parse_indices(values.ptr(), name));
+        return nb::cast(BlockList(parse_indices(values.ptr(), name)));
     } catch (const PythonError&) {
-        throw nb::python_error();
+        nb::python_error error;
+        if (error.matches(PyExc_TypeError)) parse_in_python(name, values);
+        throw error;
     }
 }
 

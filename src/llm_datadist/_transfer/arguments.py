@@ -16,7 +16,7 @@ import numpy as np
 
 from llm_datadist import _native
 from llm_datadist._cache.geometry import Geometry, LayerSelection
-from llm_datadist._cache.registry import key_of
+from llm_datadist._cache.registry import Namespace, key_of
 from llm_datadist._checks import (
     INVALID_ID,
     check_int64,
@@ -27,6 +27,7 @@ from llm_datadist._checks import (
     check_uint32,
     check_uint64,
     check_uint64_list,
+    type_error,
 )
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._transfer.resolution import RemoteName
@@ -42,6 +43,8 @@ Rule = Callable[[str, object], Any]  # (name, value) -> value as used; TypeError
 Rules = Mapping[str, Rule]
 
 Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]  # keys of a new cache, each with its row
+
+_PULLED: Final = (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
 
 _selection = lru_cache(maxsize=64)(LayerSelection)  # most calls have no layer ranges
 
@@ -189,7 +192,9 @@ def layer_selection(
     src_layer_range: object, dst_layer_range: object, tensor_num_per_layer: object, *, empty_ok: bool = True
 ) -> LayerSelection:
     """Return the layers. With ``empty_ok`` (pulls) an empty range counts as not given."""
-    per_layer = check_uint32("tensor_num_per_layer", tensor_num_per_layer)
+    per_layer = tensor_num_per_layer
+    if type(per_layer) is not int or not 0 < per_layer < 1 << 32:  # a call less for the usual case
+        per_layer = check_uint32("tensor_num_per_layer", per_layer)
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
     if src_layer_range is None and dst_layer_range is None:
@@ -216,6 +221,8 @@ def remote_name(key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey, own_clust
     cluster = key.cluster_id
     if cluster == own_cluster_id:
         raise ParamError(f"cluster_id={cluster} of the key is our own: copy instead of pulling")
+    if isinstance(key, BlocksCacheKey):
+        return RemoteName(cluster, (Namespace.BLOCKS, 0, key.model_id))  # key_of(), without its call
     if isinstance(key, CacheKeyByIdAndIndex):
         return RemoteName(cluster, None, key.cache_id, key.batch_index)
     return RemoteName(cluster, key_of(key))
@@ -231,20 +238,24 @@ def check_size(size: int, geometry: Geometry, offset: int) -> None:
 
 def check_blocks(name: str, blocks: BlockList, geometry: Geometry) -> None:
     if blocks.largest >= geometry.rows:
-        at = int(blocks.array.argmax())
-        raise ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
+        raise outside(name, blocks, geometry)
+
+
+def outside(name: str, blocks: BlockList, geometry: Geometry) -> ParamError:
+    """Return the error of a list whose largest block is outside a local cache."""
+    at = int(blocks.array.argmax())
+    return ParamError(f"{name}[{at}]={blocks.largest}: the local cache has {geometry.rows} blocks")
 
 
 def check_pull_blocks(
-    key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
-    src_blocks: BlockList,
-    dst_blocks: BlockList,
-    grant: Grant | None = None,
+    key: object, src_blocks: BlockList, dst_blocks: BlockList, grant: Grant | None = None
 ) -> BlockList | None:
-    """Check that the lists suit the kind of key (interface §6.11); return the peer's blocks, None if it names a row.
+    """Check the kind of key, and that the lists suit it (interface §6.11).
 
-    A grant makes an id-key name a blocks cache.
+    Returns the peer's blocks; None if the key names a row. A grant makes an id-key name a blocks cache.
     """
+    if not isinstance(key, _PULLED):
+        raise type_error("src_cache_key", key, _PULLED)
     sources, targets = len(src_blocks), len(dst_blocks)
     if not targets:
         raise ParamError("dst_blocks is empty: at least one block is needed")

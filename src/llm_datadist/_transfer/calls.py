@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeV
 
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
-from llm_datadist._checks import check_list, check_rule, check_type, check_uint64
+from llm_datadist._checks import check_list, check_rule, check_type, check_uint64, type_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native import BlockList, parse_blocks
@@ -143,6 +143,15 @@ def allocate(
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
         entry = engine.store.allocate(shape, keys, engine.deadline(), granted_only=granted_only)
     return new_handle(engine, entry, cache_desc)
+
+
+def blocks_cache_id(engine: Engine, call: str, name: str, cache: object, other: str) -> int:
+    """Return the cache id of a handle as :func:`local_id`; ParamError, with the ``other`` call, if it has rows."""
+    if not isinstance(cache, Cache):
+        raise type_error(name, cache, Cache)
+    if not cache._is_blocks:  # noqa: SLF001 (as in local_id)
+        raise ParamError(f"{name}: not a blocks cache; use {other}")
+    return local_id(engine, call, name, cache)
 
 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
@@ -303,8 +312,10 @@ class PullBlocks(CacheTransfer):
             engine.store.using(self.cache_id, self) as self.local,
         ):
             dst, layers = self.local.geometry, self.layers
-            arguments.check_blocks(self.blocks_name, blocks, dst)
-            layers.check_local("dst_layer_range", dst.num_tensors)
+            if blocks.largest >= dst.rows:
+                raise arguments.outside(self.blocks_name, blocks, dst)
+            if layers.src is not None or layers.dst is not None:
+                layers.check_local("dst_layer_range", dst.num_tensors)
             self.span.nbytes = engine.initiator.run(self)
 
     def plan(self, pair: CachePair) -> Plan:
@@ -352,9 +363,11 @@ class PushBlocks(CacheTransfer):
             engine.meters.span(self.what, detail, self.cache_id, self.name, blocks=len(blocks)) as self.span,
             engine.store.using(self.cache_id, self) as self.local,
         ):
-            src = self.local.geometry
-            arguments.check_blocks("src_blocks", blocks, src)
-            self.layers.check_local("src_layer_range", src.num_tensors)
+            src, layers = self.local.geometry, self.layers
+            if blocks.largest >= src.rows:
+                raise arguments.outside("src_blocks", blocks, src)
+            if layers.src is not None or layers.dst is not None:
+                layers.check_local("src_layer_range", src.num_tensors)
             self.span.nbytes = engine.initiator.run(self)
 
     def plan(self, pair: CachePair) -> Plan:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter
+    from llm_datadist._native._native import TensorList
     from llm_datadist.errors import DeadlineExceeded, LLMException
 
 
@@ -102,6 +103,11 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
     def what(self) -> str:
         return "write" if self.write else "read"
 
+    def sides(self) -> tuple[TensorList, TensorList]:
+        """Return the destination and the source."""
+        local, remote = self.local.native, self.remote.native
+        return (remote, local) if self.write else (local, remote)
+
     def progress(self, done: int) -> str:
         return f"{self.what} ({done} of {self.plan.nbytes} bytes done)"
 
@@ -119,10 +125,8 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
 
 def move_mapped(transfer: Transfer) -> None:
     """Move bytes between sides that both have addresses here. Raises as ``Transfer.stopped``."""
-    plan, deadline = transfer.plan, transfer.deadline
-    local, remote = transfer.local.native, transfer.remote.native
-    dst, src = (remote, local) if transfer.write else (local, remote)
-    done = execute(plan, dst, src, transfer.pool, deadline.expires_ns, deadline.cancelled, transfer.guards)
+    plan, deadline, sides = transfer.plan, transfer.deadline, transfer.sides()
+    done = execute(plan, *sides, transfer.pool, deadline.expires_ns, deadline.cancelled, transfer.guards)
     if done < plan.nbytes:
         raise transfer.stopped(done)
 

@@ -25,6 +25,7 @@ from llm_datadist._native import (
     ReplyCache,
     WriteAsked,
     add_load,
+    least_loaded,
     usable_cpus,
 )
 from llm_datadist._native.public_call import elsewhere, whole
@@ -243,11 +244,9 @@ class LaneGroup:
         """Return the lane with the smallest load, as :meth:`take`."""
         if deadline is not None and not self.loads:
             self._await_lane(deadline)
-        loads = self.loads  # replaced at the end; other threads take lanes out
-        lanes = list(loads)
-        if not lanes:
+        if not (lane := least_loaded(self.loads, large)):
             raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-        return min(lanes[large and len(lanes) > 1 :], key=lambda lane: loads.get(lane, 0))
+        return lane
 
     @elsewhere
     def _await_lane(self, deadline: Deadline) -> None:

@@ -81,7 +81,7 @@ def answer(owner: MoveOwner, link: object, meta: bytes, *, write: bool) -> Move:
     if request.extent != reply.tensors.extent:
         raise ParamError(f"the tensors have {reply.tensors.extent} bytes, not {request.extent}")
     plan = reply.plan or request.plan
-    check_plan(plan, reply.tensors, reply.tensors)
+    check_plan(plan, reply.tensors.native, reply.tensors.native)
     return Move(request.handle, plan, reply)
 
 

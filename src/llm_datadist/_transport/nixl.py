@@ -447,9 +447,9 @@ class NixlConnection(ServedConnection):
 
     @elsewhere
     def _move(self, transfer: Transfer) -> None:
-        local, remote = transfer.local, transfer.remote
-        check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
-        if local.place.device >= 0 and not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
+        deadline = transfer.deadline
+        check_plan(transfer.plan, *transfer.sides())
+        if transfer.local.place.device >= 0 and not await_work(deadline.expires_ns, deadline.cancelled):
             raise transfer.timeout(0)
         if self.fallback is None or not self._failed:
             moving = _NixlTransfer(self, transfer)

@@ -174,12 +174,12 @@ class TcpConnection(ServedConnection):
         self.group.close()  # running calls wait for their jobs, which end with the lanes
 
     def _move(self, transfer: Transfer) -> None:
-        group, plan, local, remote = self.group, transfer.plan, transfer.local, transfer.remote
-        if local.place.device >= 0:
-            Device.open(local.place.device)  # raises if it has failed
+        group, plan, place = self.group, transfer.plan, transfer.local.place
+        if place.device >= 0:
+            Device.open(place.device)  # raises if it has failed
             if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
                 raise transfer.timeout(0)
-        check_plan(plan, *((remote, local) if transfer.write else (local, remote)))
+        check_plan(plan, *transfer.sides())
         if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
         try:
