@@ -102,7 +102,6 @@ class _Awaiting(EngineUser):
 
 def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Callable[Concatenate[User, P], Awaited]:
     """Return the asyncio form of a call that ends with ``_perform``; it checks arguments at once."""
-    call.__annotations__ = {name: _Annotation(text) for name, text in call.__annotations__.items()}
 
     @wraps(call)
     def call_async(self: User, /, *args: P.args, **kwargs: P.kwargs) -> Awaited:
@@ -110,8 +109,9 @@ def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Calla
         call(checked, *args, **kwargs)  # type: ignore[arg-type]  # a call uses what every EngineUser has
         return self._of.workers.run(checked.work, self._of.options.sync_kv_timeout_ms)
 
-    _set_result(call, "None")
-    _set_result(call_async, "Coroutine[Any, Any, None]")
+    result = "Coroutine[Any, Any, None]"
+    call_async.__annotations__ = call.__annotations__ | {"return": result}
+    call_async.__signature__ = signature(call).replace(return_annotation=result)  # type: ignore[attr-defined]
     source = (call.__doc__ or "").rpartition("Source: ")[2].strip().removesuffix(".")
     call_async.__doc__ = (
         f"Await :meth:`{call.__name__}`: the same arguments, errors and effects.\n\n{note}\n\n"
@@ -120,19 +120,6 @@ def awaited(call: Callable[Concatenate[User, P], None], note: str = "") -> Calla
     call_async.__name__ += "_async"
     call_async.__qualname__ += "_async"
     return call_async
-
-
-class _Annotation(str):
-    """Text of an annotation, which a signature shows without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _set_result(call: Callable[..., object], result: str) -> None:
-    """Make ``help`` and ``inspect`` show the wrapped parameters and this result."""
-    call.__annotations__ = call.__annotations__ | {"return": _Annotation(result)}
-    call.__signature__ = signature(call).replace(return_annotation=_Annotation(result))  # type: ignore[attr-defined]
 
 
 def allocate(
