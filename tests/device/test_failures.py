@@ -171,7 +171,7 @@ def has_begun(_: World) -> bool:
 def test_finalize_waits_for_copies_for_peers_before_it_gives_their_memory_back(family: Family, method: str) -> None:
     """Regression: where the threads of the lanes had ended, nobody waited for the GPU."""
     prompt, decoder, _ = two(family)
-    prompt.do(late, 400_000)
+    prompt.do(late, 1_500_000)  # longer than `quiesce` waits
     decoder.do(begin_there, "call", call, method, *CALLS[method])
     wait_until(lambda: prompt.do(has_begun))
     prompt.stop()

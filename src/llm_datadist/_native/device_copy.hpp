@@ -313,14 +313,12 @@ private:
 };
 
 // Moves a checked plan of which a side lies on a device, as execute() in copy.hpp.
-// Begins after `before`, unless null.
-inline std::uint64_t execute_on_device(const Copy& copy, std::uint64_t per_pair, const Stop& stop,
-                                       const StreamEvent* before) {
+inline std::uint64_t execute_on_device(const Copy& copy, std::uint64_t per_pair, const Stop& stop) {
     const Place &dst = copy.dst.place, &src = copy.src.place;
     if (dst.on_device() && src.on_device() && dst.device != src.device)
         refuse("dst is on device ", dst.device, " and src on ", src.device, ": one copy has one device");
     Device& device = Device::open(dst.on_device() ? dst.device : src.device);
-    if (per_pair * copy.pairs == 0 || (before != nullptr && !before->await(stop))) return 0;
+    if (per_pair * copy.pairs == 0) return 0;
     return DeviceCopy(device, copy, per_pair, stop).run();
 }
 

@@ -449,7 +449,7 @@ class NixlConnection(ServedConnection):
     def _move(self, transfer: Transfer) -> None:
         local, remote = transfer.local, transfer.remote
         check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
-        if local.place.device >= 0 and not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
+        if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
             raise transfer.timeout(0)
         if self.fallback is None or not self._failed:
             moving = _NixlTransfer(self, transfer)

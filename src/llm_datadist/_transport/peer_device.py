@@ -127,7 +127,7 @@ def _because(described: RegionDescriptor, why: str) -> str:
 def _unmap_elsewhere(segments: list[DeviceSegment]) -> None:
     def unmap() -> None:
         for segment in segments:
-            segment.unmap()
+            segment.close()
 
     try:
         _thread.start_new_thread(unmap, ())

@@ -177,8 +177,8 @@ class TcpConnection(ServedConnection):
         group, plan, local, remote = self.group, transfer.plan, transfer.local, transfer.remote
         if local.place.device >= 0:
             Device.open(local.place.device)  # raises if it has failed
-            if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
-                raise transfer.timeout(0)
+        if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
+            raise transfer.timeout(0)
         check_plan(plan, *((remote, local) if transfer.write else (local, remote)))
         if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
