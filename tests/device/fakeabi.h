@@ -6,6 +6,7 @@
 #define FAKE_CUDA_ERRORS(X)                       \
     X(CUDA_ERROR_OUT_OF_MEMORY, 2)                \
     X(CUDA_ERROR_DEINITIALIZED, 4)                \
+    X(CUDA_ERROR_DEVICE_UNAVAILABLE, 46)          \
     X(CUDA_ERROR_NO_DEVICE, 100)                  \
     X(CUDA_ERROR_INVALID_DEVICE, 101)             \
     X(CUDA_ERROR_INVALID_IMAGE, 200)              \
