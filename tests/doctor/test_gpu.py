@@ -141,7 +141,7 @@ def test_a_driver_that_hangs_or_ends_its_process_is_a_finding(tmp_path: Path) ->
 @pytest.mark.parametrize("answers", [True, False])
 def test_what_a_driver_prints_at_its_end_is_not_its_answer(tmp_path: Path, said: str, answers: bool) -> None:
     child = tmp_path / "python"
-    child.write_text(f"#!/bin/sh\n{sys.executable if answers else ':'} \"$@\"\nprintf %s {shlex.quote(said)}\n")
+    child.write_text(f'#!/bin/sh\n{sys.executable if answers else ":"} "$@"\nprintf %s {shlex.quote(said)}\n')
     child.chmod(0o755)
     found = examine(on_fake(), preparation=f"device.sys.executable = {str(child)!r}")
     if answers:
