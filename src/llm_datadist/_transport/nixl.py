@@ -29,6 +29,7 @@ from llm_datadist._checks import HERE, clean
 from llm_datadist._log import logger
 from llm_datadist._native import (
     MAX_REQUEST_RUNS,
+    Device,
     Ending,
     Outcome,
     Plan,
@@ -87,6 +88,7 @@ _POLLS: Final = 16  # between two checks for a request
 #: Limit on waiting requests of one peer. An honest peer has a few of 1 MiB for each thread.
 _MAX_WAITING_BYTES: Final = 64 << 20
 _REQUEST_BYTES: Final = 2048  # memory of a request beside its bytes
+_MOST_GPUS: Final = 64  # of one process, as in device.hpp
 _UNKNOWN_RECEIVER: Final = 100  # status: the owner's sender needs the receiver's metadata
 _OVERDUE: Final = 101  # status: the time was over at the owner first
 #: Status: another transfer ended the owner's receiver; the initiator asks again.
@@ -328,6 +330,8 @@ class AgentSlot:
             _numbers(there.offsets, len(offsets), "offsets"),
         )
         devices = end.tensors.place.device, int(_numbers(device, 1, "a GPU")[0]) if device else HOST
+        if devices[1] >= _MOST_GPUS:
+            raise ProtocolError(f"nixl: the peer's memory lies in GPU {devices[1]}; must be below {_MOST_GPUS}")
         assert there.receiver is not None, "the server has checked it"
         verb = "READ" if end.is_dst else "WRITE"
         with self.using(turn) as agent:
@@ -449,6 +453,8 @@ class NixlConnection(ServedConnection):
     def _move(self, transfer: Transfer) -> None:
         local, remote = transfer.local, transfer.remote
         check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
+        if local.place.device >= 0:
+            Device.open(local.place.device)  # raises if it has failed
         if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
             raise transfer.timeout(0)
         if self.fallback is None or not self._failed:
@@ -694,6 +700,8 @@ class NixlWorker:
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         move = answer(self._context.owner, self.link, ask.meta, write=ask.write)
+        if move.reply.tensors.place.device >= 0:
+            Device.open(move.reply.tensors.place.device)  # raises if it has failed
         return _Served(move.plan, move.reply, ask, reply, time.monotonic() + ask.budget_ms / 1e3)
 
     def _put(self, job: Callable[[], None], nbytes: int = 0, served: _Served | None = None) -> None:

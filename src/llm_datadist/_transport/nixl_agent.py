@@ -279,7 +279,7 @@ class Agent:
                     begun = int(ends[first - 1]) if first else 0
                     last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
                     spans = [
-                        self._api.nixlXferDList(self._segment(device), each[first:last])
+                        self._call("nixlXferDList", self._segment(device), each[first:last], of="_api")
                         for each, device in ((here, devices[0]), (there, devices[1]))
                     ]
                     handle = self._call("createXferReq", operation, *spans, peer, "", self._ucx)
@@ -332,15 +332,15 @@ class Agent:
         for address, nbytes, device in spans:
             described.setdefault(self._segment(device), []).append((address, nbytes, max(0, device), ""))
         for segment, each in described.items():
-            self._call("registerMem", self._api.nixlRegDList(segment, each), self._ucx)
+            self._call("registerMem", self._call("nixlRegDList", segment, each, of="_api"), self._ucx)
         self.version += 1
         self._metadata = b""
 
-    def _call(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 (NIXL has no types)
+    def _call(self, method: str, *arguments: Any, of: str = "_nixl") -> Any:  # noqa: ANN401 (NIXL has no types)
         if self._nixl is None:
             raise NixlFailed("the agent has ended")
         try:
-            return getattr(self._nixl, method)(*arguments)
+            return getattr(getattr(self, of), method)(*arguments)
         except MemoryError:
             raise
         except Exception as error:
