@@ -8,6 +8,7 @@ import pytest
 from llm_datadist import BlocksCacheKey, LLMException, Placement
 from llm_datadist._native._native import set_device_patience
 from llm_datadist.errors import DeviceError
+from llm_datadist.metrics import Statistics
 from tests.support import fakecuda, linking
 from tests.support.ends import Family, begin_there, one_family, result_there
 from tests.support.kinds import Bytes, ChildEnd, World
@@ -109,8 +110,8 @@ def let_go(_: World) -> list[str]:
 
 
 def waits(world: World) -> float:
-    (device,) = statistics(world).devices
-    return device.wait_seconds
+    now: Statistics = statistics(world)
+    return now.devices[0].wait_seconds
 
 
 def mapped_bytes(_: World) -> int:

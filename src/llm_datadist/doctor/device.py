@@ -68,7 +68,8 @@ def _ask(*wanted: int) -> list[Finding] | str | None:
             return f"the driver ended its process with status {child.returncode}"
         for line in reversed(printed.splitlines()):  # drivers, and what they load, may print before and after
             with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                return _decode(line)
+                answer: list[Finding] | str = _decode(line)
+                return answer
         return None
     child.kill()
     with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
