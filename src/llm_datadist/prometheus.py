@@ -59,7 +59,7 @@ _DEVICE_COUNTERS = (
     ("device_window_bytes", "Bytes of a GPU through host memory, of the whole process: max, not sum.", "window_bytes"),
     (
         "device_wait_seconds",
-        "Time that data lanes have waited for a GPU, of the whole process: max, not sum.",
+        "Time that transfers between processes have waited for a GPU, of the whole process: max, not sum.",
         "wait_seconds",
     ),
 )
