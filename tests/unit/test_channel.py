@@ -28,7 +28,7 @@ import pytest
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
-from llm_datadist._links.channel import Channel, FrameParser, tune
+from llm_datadist._links.channel import Channel, ChannelMachine, Event, FrameParser, State, tune
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Ping, UnlinkAck, decode, encode, frame
@@ -566,6 +566,43 @@ def test_a_loop_that_has_stopped_ends_the_channel_at_the_next_use(control: Contr
         each.theirs.close()
 
 
+# States
+
+#: Of each state, the next one for each event: "-" for one that means nothing there, "!" for an illegal one.
+ANSWERS = """
+        BEGIN INPUT NEXT  DRAINED END   DONE  LEFT  FULL
+NEW     TURN  -     -     -       ENDED !     !     !
+FREE    -     TURN  -     -       ENDED !     !     !
+TURN    -     -     -     -       ENDED FREE  DUE   PAUSED
+DUE     -     -     TURN  -       ENDED !     !     !
+PAUSED  -     -     -     TURN    ENDED !     !     !
+ENDED   -     -     -     -       -     ENDED ENDED ENDED
+"""
+
+
+def test_each_event_has_an_answer_in_each_state() -> None:
+    head, *rows = (line.split() for line in ANSWERS.strip().splitlines())
+    assert (head, [row[0] for row in rows]) == ([each.name for each in Event], [each.name for each in State])
+    for state, (_, *answers) in zip(State, rows, strict=True):
+        for event, answer in zip(Event, answers, strict=True):
+            machine = ChannelMachine()
+            machine.state = state
+            if answer == "!":
+                with pytest.raises(StateError, match=f"{event.name} is illegal when {state.name}"):
+                    machine.fire(event)
+            else:
+                assert machine.fire(event) is (answer != "-")
+            assert machine.state is (state if answer in "-!" else State[answer])
+
+
+def test_an_illegal_event_tells_the_story() -> None:
+    machine = ChannelMachine()
+    for event in (Event.BEGIN, Event.LEFT, Event.INPUT, Event.NEXT, Event.DONE):
+        machine.fire(event)
+    with pytest.raises(StateError, match=r"LEFT is illegal when FREE; story: BEGIN, LEFT, NEXT, DONE$"):
+        machine.fire(Event.LEFT)
+
+
 # Turns
 
 BEATS = [Beat(number) for number in range(64)]
@@ -651,7 +688,7 @@ def test_a_peer_that_reads_nothing_is_not_served_until_it_reads_even_what_has_co
 
     ends.on_message = answer
     ends.say(*BEATS)
-    wait_until(lambda: ends.channel._paused)
+    wait_until(lambda: ends.channel.state is State.PAUSED)
     assert len(ends.heard) < 32
     assert ends.read(64 * 32) == answers * 64
     assert ends.heard == BEATS
