@@ -10,10 +10,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import deque
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import ANSWERS, FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist._native import Stream
@@ -108,38 +109,17 @@ class Event(IntEnum):
 
 
 _S, _E = State, Event
-#: Other results are illegal in a state; other events mean nothing there.
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
     _S.NEW: {_E.BEGIN: _S.TURN, _E.END: _S.ENDED},
     _S.FREE: {_E.INPUT: _S.TURN, _E.END: _S.ENDED},
     _S.TURN: {_E.DONE: _S.FREE, _E.LEFT: _S.DUE, _E.FULL: _S.PAUSED, _E.END: _S.ENDED},
     _S.DUE: {_E.NEXT: _S.TURN, _E.END: _S.ENDED},
     _S.PAUSED: {_E.DRAINED: _S.TURN, _E.END: _S.ENDED},
-    _S.ENDED: {_E.DONE: _S.ENDED, _E.LEFT: _S.ENDED, _E.FULL: _S.ENDED},  # results of the turn in which it ended
+    # Of a turn in which it ended, or that another thread's END met after the loop had stopped.
+    _S.ENDED: {_E.INPUT: _S.ENDED, _E.DONE: _S.ENDED, _E.LEFT: _S.ENDED, _E.FULL: _S.ENDED},
 }
-_RESULTS: Final = (_E.DONE, _E.LEFT, _E.FULL)
 #: The control thread has the role, but no turn runs that would close the socket.
 _KEPT: Final = (_S.NEW, _S.DUE, _S.PAUSED)
-
-
-class ChannelMachine:
-    __slots__ = ("_story", "state")
-
-    def __init__(self) -> None:
-        self.state = State.NEW
-        self._story: deque[Event] = deque(maxlen=16)
-
-    def fire(self, event: Event) -> bool:
-        """Take the transition; return False if the event means nothing here. Raises StateError if it is illegal."""
-        target = TRANSITIONS[self.state].get(event)
-        if target is None:
-            if event in _RESULTS:
-                story = ", ".join(each.name for each in self._story)
-                raise StateError(f"channel: {event.name} is illegal when {self.state.name}; story: {story}")
-            return False
-        self._story.append(event)
-        self.state = target
-        return True
 
 
 class Channel:
@@ -173,7 +153,7 @@ class Channel:
         self._requests = requests
         self._tls = tls
         self._order = threading.Lock()  # of encrypted records
-        self._machine = ChannelMachine()
+        self._machine = Machine("channel", TRANSITIONS, State.NEW)
         self._stream = Stream(
             sock.fileno(), control.epoll(), ANSWERS, FRAME_LIMIT, *(() if tls is None else (_ENCRYPTED_BYTES,))
         )
@@ -215,16 +195,14 @@ class Channel:
 
     @whole  # what is encrypted must be sent
     def _put_encrypted(self, data: bytes, now: bool, reports: Requests | None) -> int | None:
-        with self._order:
-            return self._stream.send(self._encrypted(data), now, reports)
-
-    def _encrypted(self, data: bytes) -> bytes:
         """Raise NotLinked after tampering."""
         assert self._tls is not None
-        try:
-            return self._tls.encrypt(data)
-        except AuthFailed as error:  # the reader ends this channel
-            raise NotLinked(f"the control channel was tampered with: {error}") from None
+        with self._order:
+            try:
+                data = self._tls.encrypt(data)
+            except AuthFailed as error:  # the reader ends this channel
+                raise NotLinked(f"the control channel was tampered with: {error}") from None
+            return self._stream.send(data, now, reports)
 
     def _begin_flush(self) -> None:
         if self._stream.open and self._stream.unsent and self.state is not State.NEW:
@@ -236,11 +214,12 @@ class Channel:
             self._flushing = False
             self._control.loop.remove_writer(self._socket.fileno())
             self._begin_flush()  # of what came since; its sender has not seen the change
-        if self._stream.unsent <= _PAUSE_BYTES and self._machine.fire(Event.DRAINED):
-            self._turn()
+        if self._stream.unsent <= _PAUSE_BYTES:
+            self._resume(Event.DRAINED)
 
     def _begin(self, leftover: bytes) -> None:
-        if self._machine.fire(Event.BEGIN):
+        if self._machine.can(Event.BEGIN):
+            self._machine.fire(Event.BEGIN)
             self._begin_flush()
             self._stream.feed(leftover)
             self._control.serve(self._socket, self._readable)
@@ -263,15 +242,16 @@ class Channel:
         except Exception as error:  # noqa: BLE001 (also a lack of memory: bytes are lost)
             self._finish(_reason(error))
 
-    def _next_turn(self) -> None:
-        if self._machine.fire(Event.NEXT):
+    def _resume(self, event: Event) -> None:
+        if self._machine.can(event):
+            self._machine.fire(event)
             self._turn()
 
     def _turn(self) -> None:
         """With the reader role: handle some frames, then give the role up, or keep it."""
-        self._machine.fire(self._dispatch())
-        if (state := self._machine.state) is State.DUE:
-            self._control.go_on(self._next_turn)
+        state = self._machine.fire(self._dispatch())
+        if state is State.DUE:
+            self._control.go_on(partial(self._resume, Event.NEXT))
         elif state is State.PAUSED:
             self._stream.watch(watched=False)
         elif self._stream.leave_role():
