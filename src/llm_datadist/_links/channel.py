@@ -115,7 +115,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
     _S.TURN: {_E.DONE: _S.FREE, _E.LEFT: _S.DUE, _E.FULL: _S.PAUSED, _E.END: _S.ENDED},
     _S.DUE: {_E.NEXT: _S.TURN, _E.END: _S.ENDED},
     _S.PAUSED: {_E.DRAINED: _S.TURN, _E.END: _S.ENDED},
-    # Of a turn in which it ended, or that another thread's END met after the loop had stopped.
+    # The turn in which it ended has its result; after the loop's stop another thread may have ended it just before.
     _S.ENDED: {_E.INPUT: _S.ENDED, _E.DONE: _S.ENDED, _E.LEFT: _S.ENDED, _E.FULL: _S.ENDED},
 }
 #: The control thread has the role, but no turn runs that would close the socket.

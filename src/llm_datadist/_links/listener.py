@@ -108,6 +108,7 @@ class Listener:
 
     Owns: the listening socket, and unverified connections until they are links or a transport's.
     Threads: control.
+    Errors: a failed handshake ends its own connection; the dialer and the log hear why.
     """
 
     _control: ControlLoop
