@@ -31,7 +31,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
-from llm_datadist._links.handshake import Dial
+from llm_datadist._links.dial import Dial
 from llm_datadist._links.identity import Transcript
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES, TlsSession
 from llm_datadist._native import readable

@@ -15,7 +15,7 @@ from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist._links.handshake import Dial
+from llm_datadist._links.dial import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.handles import Handle, encode_handle

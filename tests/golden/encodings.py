@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from llm_datadist import _statistics_page as pages
 from llm_datadist._deadline import Deadline
-from llm_datadist._links import credentials, handshake, messages, ranktable, versions
+from llm_datadist._links import credentials, messages, ranktable, versions
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import DIALER, LISTENER, PeerSecrets, Transcript
 from llm_datadist._links.renewal import Renewal
@@ -152,11 +152,6 @@ def _computed() -> dict[str, Frame]:
     known = PeerSecrets()
     known.agree(b"peer", some("dialer's share", 32), some("listener's share", 32), transcript)
 
-    def secret(shares: bytes) -> bytes:
-        meeting: Any = SimpleNamespace(hear=lambda *heard: None)
-        handshake._hear(meeting, welcome, transcript, shares)
-        return cast(bytes, meeting.secret)
-
     def digests(data: bytes) -> bytes:
         plan = Plan(0, 0, 1, np.array([[0, 0, 100], [200, 200, 1500]], np.uint64), False, 1600)
         found = digest(PlanSide(plan, tensors_over(np.frombuffer(data, np.uint8)), True), None, 2**63 - 1, some("key"))
@@ -170,7 +165,7 @@ def _computed() -> dict[str, Frame]:
     table = """{"server_list": [{"server_id": "10.0.0.1", "device": [{"rank_id": "0"}]}], "versiön": 1}"""
     frames = {
         "agreed: digest of the greetings": Frame(transcript, Transcript.digest),
-        "secret of a link, of two shares": Frame(some("both shares", 64), secret),
+        "secret of a link, of two shares": Frame(some("both shares", 64), transcript.secret),
         "digest of a rank table": Frame(table, lambda value: ranktable.RankTable.parse(value).digest),
         "ports of a communicator": Frame("prefill", ports),
         "digests of a Verified": Frame(some("memory", 2000), digests),
