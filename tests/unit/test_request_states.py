@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -15,28 +14,27 @@ from llm_datadist.integrations.request_states import (
     Event,
     Fetch,
     Offer,
-    Tracked,
+    RequestStates,
 )
 
-REQUEST: Any = None
 PAIRS = list(product(Fetch, Offer))
 
 
 def after(fetch: Fetch, offer: Offer, *events: Event) -> tuple[Fetch, Offer]:
-    tracked = Tracked(REQUEST, fetch, offer)
+    states = RequestStates(fetch, offer)
     for event in events:
-        tracked.fire(event)
-    return tracked.fetch, tracked.offer
+        states.fire(event)
+    return states.fetch, states.offer
 
 
 @pytest.mark.parametrize("event", Event)
 def test_every_pair_of_state_and_event(event: Event) -> None:
     for fetch, offer in PAIRS:
-        tracked = Tracked(REQUEST, fetch, offer)
+        states = RequestStates(fetch, offer)
         named = event in FETCHES[fetch] or event in OFFERS[offer]
-        assert tracked.fire(event) is named
-        assert tracked.fetch is FETCHES[fetch].get(event, fetch)
-        assert tracked.offer is OFFERS[offer].get(event, offer)
+        assert states.fire(event) is named
+        assert states.fetch is FETCHES[fetch].get(event, fetch)
+        assert states.offer is OFFERS[offer].get(event, offer)
     in_fetches, in_offers = (any(event in row for row in table.values()) for table in (FETCHES, OFFERS))
     assert in_fetches is not in_offers, "an event is of one of the two"
 

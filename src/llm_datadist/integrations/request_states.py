@@ -6,15 +6,9 @@ use an id again: an event that a state does not name changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
-
-    from llm_datadist.integrations.vllm.offers import KvOffer, Targets
+from typing import Final
 
 
 class Fetch(Enum):
@@ -77,18 +71,11 @@ HANDED_OUT: Final = (Offer.OFFERED, Offer.CLAIMED)
 
 
 @dataclass(eq=False)
-class Tracked:
-    """A request that is fetched or offered; its offer outlives it, and may meet the fetch of another of its id."""
+class RequestStates:
+    """The two states of a request."""
 
-    request: Request
     fetch: Fetch = Fetch.NONE
     offer: Offer = Offer.NONE
-    source: tuple[KvOffer, bytes] = field(init=False, repr=False)  # from VERIFIED on: the offer to fetch, and its token
-    tokens: int = 0  # from GRANTED on: of the prompt
-    groups: Targets = field(default_factory=list)
-    reference: str = ""
-    kept: list[KVCacheBlock] = field(default_factory=list)  # from OFFERED on: blocks that vLLM had freed
-    ranks: int = 0  # whose grants last
 
     def fire(self, event: Event) -> bool:
         """Take an event; return False if these states do not name it."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +32,7 @@ from vllm.v1.request import RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
-from llm_datadist.integrations.request_states import HANDED_OUT, UNCLAIMED, WAITING, Event, Fetch, Offer, Tracked
+from llm_datadist.integrations.request_states import HANDED_OUT, UNCLAIMED, WAITING, Event, Fetch, Offer, RequestStates
 from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import init_options
 from llm_datadist.integrations.vllm.kinds import windows_of
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -56,6 +58,19 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.offers import RankEndpoint
 
 logger = init_logger("vllm.datadist.scheduler")
+
+
+@dataclass(eq=False, kw_only=True)
+class Tracked(RequestStates):
+    """A request, until it ends; its fetch or offer may outlive it, and an offer may meet the next request of its id."""
+
+    request: Request
+    source: tuple[KvOffer, bytes] = field(init=False, repr=False)  # from VERIFIED on: the offer to fetch, and its token
+    tokens: int = 0  # from GRANTED on: of the prompt
+    groups: Targets = field(default_factory=list)
+    reference: str = ""
+    kept: list[KVCacheBlock] = field(default_factory=list)  # from OFFERED on: blocks that vLLM had freed
+    ranks: int = 0  # whose grants last
 
 
 class Scheduler:
@@ -113,16 +128,13 @@ class Scheduler:
     def on_new_request(self, request: Request) -> None:
         asked: dict[str, Any] = params if isinstance(params := request.kv_transfer_params, dict) else {}
         self._adapters.begin(request.lora_request)
-        offers = self._transfer.is_kv_producer and asked.get("do_remote_decode")
-        fetches = asked.get("do_remote_prefill") or FIELD in asked
-        if offers or fetches:
-            tracked = self.requests.setdefault(request.request_id, Tracked(request))
-            tracked.request = request
-            if offers:
-                tracked.fire(Event.NAME_READER)
-            if fetches:
-                tracked.fire(Event.NAME_OFFER)
-                self._verify(tracked)
+        tracked = self.requests.setdefault(request.request_id, Tracked(request=request))
+        tracked.request = request
+        if self._transfer.is_kv_producer and asked.get("do_remote_decode"):
+            tracked.fire(Event.NAME_READER)
+        if asked.get("do_remote_prefill") or FIELD in asked:
+            tracked.fire(Event.NAME_OFFER)
+            self._verify(tracked)
 
     def _verify(self, tracked: Tracked) -> None:
         """Verify the offer of a request, once, when its adapter is known."""
@@ -281,8 +293,13 @@ class Scheduler:
         state = step.kv_connector_block_state
         for tracked in self._known(step.num_scheduled_tokens) if state else ():
             if tracked.offer is Offer.COMPUTING:
-                request_id = tracked.request.request_id
-                self._compute(tracked, step.num_scheduled_tokens[request_id], state.resolve_block_ids(request_id))
+                request = tracked.request
+                computed = request.num_computed_tokens + step.num_scheduled_tokens[request.request_id]
+                block_ids = state.resolve_block_ids(request.request_id)
+                if self._staged:
+                    self._save(request, computed, block_ids)
+                if computed >= request.num_prompt_tokens:
+                    self._grant(tracked, block_ids)
         self.offering.closed = self.fetching.closed = False
         orders, self._orders = self._orders, Orders()
         return orders
@@ -292,13 +309,6 @@ class Scheduler:
             self._orders.revokes.append(tracked.request.request_id)
         if self._fire(tracked, event):
             self.offering.free(tracked.request.request_id)
-
-    def _compute(self, tracked: Tracked, count: int, block_ids: Sequence[list[int]]) -> None:
-        computed = tracked.request.num_computed_tokens + count
-        if self._staged:
-            self._save(tracked.request, computed, block_ids)
-        if computed >= tracked.request.num_prompt_tokens:
-            self._grant(tracked, block_ids)
 
     def stop(self) -> None:
         self._adapters.stop()
