@@ -230,8 +230,8 @@ class Scheduler:
         if freed is None:
             self._withdraw(tracked, Event.WITHDRAW)
             return False, None
-        if freed:
-            tracked.kept = [self.pool.blocks[each] for each in freed]
+        tracked.kept = [self.pool.blocks[each] for each in freed]
+        if tracked.kept:
             self.pool.touch(tracked.kept)
         tracked.ranks = len(self.ranks) if self._staged else 1  # else vLLM counts them
         self._fire(tracked, Event.HAND_OUT)
