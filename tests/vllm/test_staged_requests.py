@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from vllm.v1.request import Request, RequestStatus
 
+from llm_datadist.integrations.request_states import Offer
 from llm_datadist.integrations.vllm.offers import ClaimedRequests
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from tests.vllm.test_requests import BLOCKS, TOKENS, Engine, asked
@@ -66,7 +67,7 @@ class GatedCopier(DelayedCopier):
         self.reached, self.gate = threading.Event(), threading.Event()
 
     def save(self, blocks: list[int], slots: list[int]) -> None:
-        if self.scheduler.granted:
+        if any(each.offer is Offer.GRANTED for each in self.scheduler.requests.values()):
             self.reached.set()
             assert self.gate.wait(60)
         super().save(blocks, slots)
@@ -322,7 +323,7 @@ def test_slots_are_free_after_an_abort_at_any_time(make: Callable[..., StagedEng
     prefill.abort(requests[0])
     assert prefill.is_idle()
     prefill.ends = False  # requests go on to decode here
-    until(lambda: "r1" in prefill.scheduler.granted, lambda: prefill.run(kv_of))
+    until(lambda: prefill.scheduler.requests["r1"].offer is Offer.GRANTED, lambda: prefill.run(kv_of))
     reference = prefill.unoffered("r1")
     prefill.abort(requests[1])
     assert prefill.is_idle()
