@@ -31,8 +31,9 @@ from llm_datadist._memory.write_intents import WriteIntents
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import PlanSide, digest
 from llm_datadist._transfer import handles
-from llm_datadist._transport import address, nixl, rendezvous
-from llm_datadist._transport.shm import ShmTransport
+from llm_datadist._transport import address, nixl
+from llm_datadist._transport.samehost import rendezvous
+from llm_datadist._transport.samehost.shm import ShmTransport
 from llm_datadist.integrations import references
 from llm_datadist.metrics import Statistics
 from llm_datadist.testing.scene import tensors_over
@@ -63,7 +64,7 @@ def groups() -> dict[str, Group]:
     return {
         "wire major": Group("WIRE_MAJOR of _transport/address.py", address.WIRE_MAJOR, _wire_major()),
         "protocol": Group("the newest of VERSIONS of _links/versions.py", versions.VERSIONS[1], _protocol()),
-        "rendezvous": Group("VERSION of _transport/rendezvous.py", rendezvous.VERSION, _rendezvous()),
+        "rendezvous": Group("VERSION of _transport/samehost/rendezvous.py", rendezvous.VERSION, _rendezvous()),
         "statistics page": Group("PAGE_VERSION of _statistics_page.py", pages.PAGE_VERSION, _page()),
         "grant": Group("GRANT_VERSION of types/grant.py", grants.GRANT_VERSION, _grant()),
         "reference": Group("_VERSION of integrations/references.py", int(references._VERSION), _reference()),

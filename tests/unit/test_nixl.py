@@ -40,8 +40,8 @@ from llm_datadist._transport.nixl import (
     _common,
 )
 from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist._transport.peer_memory import why_other_user
 from llm_datadist._transport.transport import Context, Meeting
+from llm_datadist._transport.users import why_other_user
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
 from tests.support.linking import has_ipv6

@@ -49,7 +49,7 @@ from llm_datadist._transport.address import (
     resolve,
     shut_down,
 )
-from llm_datadist._transport.peer_memory import why_other_user
+from llm_datadist._transport.users import why_other_user
 from llm_datadist.config import AUTH_SECRET, INSECURE, SAME_USER_ONLY
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address

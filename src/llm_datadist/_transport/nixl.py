@@ -57,8 +57,8 @@ from llm_datadist._transport.nixl_agent import (
     usable,
     why_no_gpu,
 )
-from llm_datadist._transport.peer_memory import why_other_user
 from llm_datadist._transport.transport import Context, Meeting, Transport
+from llm_datadist._transport.users import why_other_user
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import (
     DeadlineExceeded,

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport import instances
-from llm_datadist._transport.cma import CmaTransport
 from llm_datadist._transport.inproc import InprocTransport
 from llm_datadist._transport.nixl import NixlTransport
-from llm_datadist._transport.shm import ShmTransport
-from llm_datadist._transport.tcp import TcpTransport
+from llm_datadist._transport.samehost.cma import CmaTransport
+from llm_datadist._transport.samehost.shm import ShmTransport
+from llm_datadist._transport.tcp.connection import TcpTransport
 from llm_datadist._transport.transport import Context, Meeting, Transport
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from llm_datadist._native.plan import split_plan
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
-from llm_datadist._transport.lanes import (
+from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
+from llm_datadist._transport.tcp.lanes import (
     LANE_PREAMBLE,
     TOKEN_BYTES,
     LaneGroup,
@@ -39,7 +40,6 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
     read_lane_greeting,
 )
-from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
     AuthFailed,
