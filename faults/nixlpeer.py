@@ -21,8 +21,8 @@ from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport.nixl import NixlConnection, NixlWorker
-from llm_datadist._transport.nixl_agent import fabric, usable
+from llm_datadist._transport.nixl.agent import fabric, usable
+from llm_datadist._transport.nixl.connection import NixlConnection, NixlWorker
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import LinkError, PeerLost
 from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main

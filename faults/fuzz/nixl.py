@@ -17,8 +17,8 @@ from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.moves import MoveReply, MoveRequest
-from llm_datadist._transport.nixl import Ask, Done, Meet, Moved, NixlConnection, NixlRefused, Ready
-from llm_datadist._transport.nixl_agent import Address, BytesDone, NixlFailed
+from llm_datadist._transport.nixl.agent import Address, BytesDone, NixlFailed
+from llm_datadist._transport.nixl.connection import Ask, Done, Meet, Moved, NixlConnection, NixlRefused, Ready
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import CacheNotFound, ProtocolError
 from tests.support.twin import tensors_of
@@ -99,7 +99,7 @@ class _NoWire:
 @contextmanager
 def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
     """Yield the owner's end of a connection whose agents are those; afterwards nothing may be left of its requests."""
-    with mock.patch("llm_datadist._transport.nixl.Agent", agent):
+    with mock.patch("llm_datadist._transport.nixl.connection.Agent", agent):
         context = Context(mock.sentinel.no_options, mock.Mock(regions={}), _Owner(), _NoWire())
         connection = NixlConnection(context, "tcp", writable=True)
         with connection:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from llm_datadist._transport import nixl, nixl_agent
-from llm_datadist._transport.nixl_agent import Agent, BytesDone, NixlFailed, spans_of
+from llm_datadist._transport.nixl import agent as nixl_agent
+from llm_datadist._transport.nixl import connection as nixl
+from llm_datadist._transport.nixl.agent import Agent, BytesDone, NixlFailed, spans_of
 from llm_datadist._transport.transport import Meeting
 from llm_datadist.errors import LinkRefused
 from tests.support import fakecuda

@@ -31,7 +31,8 @@ from llm_datadist._memory.write_intents import WriteIntents
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import PlanSide, digest
 from llm_datadist._transfer import handles
-from llm_datadist._transport import address, nixl
+from llm_datadist._transport import address
+from llm_datadist._transport.nixl import connection as nixl
 from llm_datadist._transport.samehost import rendezvous
 from llm_datadist._transport.samehost.shm import ShmTransport
 from llm_datadist.integrations import references

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
-from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, NixlRefused, _encode
-from llm_datadist._transport.nixl_agent import Address, Agent, BytesDone, NixlFailed
+from llm_datadist._transport.nixl.agent import Address, Agent, BytesDone, NixlFailed
+from llm_datadist._transport.nixl.connection import _UNKNOWN_RECEIVER, NixlRefused, _encode
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
 from llm_datadist.testing import Peer
 from llm_datadist.testing.conformance import ServedConformance

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
-from llm_datadist._transport import nixl, nixl_agent
-from llm_datadist._transport.nixl import NixlConnection, NixlWorker
+from llm_datadist._transport.nixl import agent as nixl_agent
+from llm_datadist._transport.nixl import connection as nixl
+from llm_datadist._transport.nixl.connection import NixlConnection, NixlWorker
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
 from tests.support.ends import ChildEnd, End
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
@@ -357,7 +358,7 @@ def test_the_programs_logging_and_output_stay_as_they_were(tmp_path: Path) -> No
     script = """
 import logging, sys
 logging.basicConfig(filename=sys.argv[1], filemode="w", level="INFO")
-from llm_datadist._transport.nixl_agent import fabric, usable
+from llm_datadist._transport.nixl.agent import fabric, usable
 assert usable(fabric()) == ""
 logging.warning("still here")
 """

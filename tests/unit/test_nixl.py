@@ -25,9 +25,10 @@ from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.public_call import public_call, put_off
-from llm_datadist._transport import nixl
 from llm_datadist._transport.moves import MoveReply
-from llm_datadist._transport.nixl import (
+from llm_datadist._transport.nixl import connection as nixl
+from llm_datadist._transport.nixl.agent import Address, NixlFailed
+from llm_datadist._transport.nixl.connection import (
     _AGAIN,
     _OVERDUE,
     Ask,
@@ -39,7 +40,6 @@ from llm_datadist._transport.nixl import (
     Ready,
     _common,
 )
-from llm_datadist._transport.nixl_agent import Address, NixlFailed
 from llm_datadist._transport.transport import Context, Meeting
 from llm_datadist._transport.users import why_other_user
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
@@ -418,7 +418,7 @@ class Peer:
 def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
     context = Context(mock.sentinel.no_options, mock.Mock(regions={}), mock.sentinel.nobody, peer)
     with (
-        mock.patch("llm_datadist._transport.nixl.Agent", agent),
+        mock.patch("llm_datadist._transport.nixl.connection.Agent", agent),
         NixlConnection(context, "tcp", writable=True) as connection,
     ):
         remote = connection.map(np.array([NON_POOL], np.uint32), np.zeros(1, np.uint64), 64, writable=True)

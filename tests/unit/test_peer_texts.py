@@ -17,9 +17,9 @@ from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._native import Ending, Outcome
 from llm_datadist._statistics_page import PAGE_VERSION, cleaned
 from llm_datadist._transfer.handles import decode_handle
-from llm_datadist._transport import nixl
 from llm_datadist._transport.moves import refusal, status_of
-from llm_datadist._transport.nixl_agent import NixlFailed
+from llm_datadist._transport.nixl import connection as nixl
+from llm_datadist._transport.nixl.agent import NixlFailed
 from llm_datadist._transport.samehost import rendezvous
 from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.errors import AuthFailed, LLMException, ProtocolError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport import instances
 from llm_datadist._transport.inproc import InprocTransport
-from llm_datadist._transport.nixl import NixlTransport
+from llm_datadist._transport.nixl.connection import NixlTransport
 from llm_datadist._transport.samehost.cma import CmaTransport
 from llm_datadist._transport.samehost.shm import ShmTransport
 from llm_datadist._transport.tcp.connection import TcpTransport

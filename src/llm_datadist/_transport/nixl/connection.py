@@ -1,7 +1,7 @@
 """The transport nixl: UCX moves the bytes, over RDMA if both sides have it; requests use the control channel.
 
 The owner of the memory checks its guards before the first byte and after the last, as with tcp. Each side of a link has
-agents of its own (:mod:`.nixl_agent`): a transfer that is given up ends its agent, and so every late byte.
+agents of its own (:mod:`.agent`): a transfer that is given up ends its agent, and so every late byte.
 
 When the link begins, one side tells the other its receiver (Meet). Then the initiator asks, the owner answers:
 
@@ -43,7 +43,7 @@ from llm_datadist._native.public_call import elsewhere, public_call
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
 from llm_datadist._transport.moves import MoveReply, answer, is_one_request, refusal, status_of
-from llm_datadist._transport.nixl_agent import (
+from llm_datadist._transport.nixl.agent import (
     HOST,
     NOT_INSTALLED,
     Address,
@@ -388,7 +388,7 @@ class AgentSlot:
 
 
 class NixlConnection(ServedConnection):
-    """Connection whose bytes NIXL moves over ``fabric``, see :func:`.nixl_agent.fabric`.
+    """Connection whose bytes NIXL moves over ``fabric``, see :func:`.agent.fabric`.
 
     Owns: its agents, and ``fallback``, which moves every transfer from the one on in which NIXL failed.
     """
