@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from llm_datadist._transport.nixl import agent as nixl_agent
-from llm_datadist._transport.nixl import connection as nixl
-from llm_datadist._transport.nixl.agent import Agent, BytesDone, NixlFailed, spans_of
+from llm_datadist._transport.nixl.agent import Agent, BytesDone, spans_of
+from llm_datadist._transport.nixl.bindings import NixlFailed
+from llm_datadist._transport.nixl.transport import NixlTransport
 from llm_datadist._transport.transport import Meeting
 from llm_datadist.errors import LinkRefused
 from tests.support import fakecuda
@@ -76,9 +76,9 @@ BINDINGS = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(nixl_agent, "_import_bindings", lambda: BINDINGS)
-    monkeypatch.setattr(nixl, "fabric", lambda: "tcp")
-    monkeypatch.setattr(nixl, "usable", lambda _: "")
+    monkeypatch.setattr("llm_datadist._transport.nixl.agent.import_bindings", lambda: BINDINGS)
+    monkeypatch.setattr("llm_datadist._transport.nixl.transport.fabric", lambda: "tcp")
+    monkeypatch.setattr("llm_datadist._transport.nixl.transport.usable", lambda _: "")
     monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy")
     yield
     AGENTS.clear()
@@ -116,7 +116,7 @@ def test_nixl_moves_memory_of_a_gpu_only_if_asked_to_and_only_by_copies_that_end
     monkeypatch: pytest.MonkeyPatch, asked: bool, forced: bool, ucx: str | None, on_gpu: str, reason: str
 ) -> None:
     monkeypatch.delenv("UCX_TLS") if ucx is None else monkeypatch.setenv("UCX_TLS", ucx)
-    transport = object.__new__(nixl.NixlTransport)
+    transport = object.__new__(NixlTransport)
     transport.fabric, transport.why_not, transport.asked = "tcp", "", asked
     device = None if on_gpu == "theirs" else mock.Mock(uuid=b"mine")
     wanted = "nixl" if forced else None
