@@ -44,7 +44,7 @@ from llm_datadist.integrations.vllm.instance import init_options
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
-from llm_datadist.integrations.vllm.staging import Ring, staged_slots
+from llm_datadist.integrations.vllm.staging import SlotPool, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Scheduler:
         self._kept: dict[str, list[KVCacheBlock]] = {}  # by offered request: blocks that vLLM had freed
         offering, fetching, _ = staged_slots(vllm_config, kv_cache_config, self._windows)
         self._staged = fetching.stop > 0
-        self.offering, self.fetching = Ring(offering), Ring(fetching)
+        self.offering, self.fetching = SlotPool(offering), SlotPool(fetching)
         self._offered: Counter[str] = Counter()  # handed out from slots: ranks whose grants last
         self._orders = Orders()
         self.stats = Stats()
@@ -164,8 +164,8 @@ class Scheduler:
         # vLLM computes the last token in any case.
         count = 0 if asked is None else max(0, request.num_prompt_tokens - 1 - num_computed)
         if self._staged and (asked if count else request.request_id in self._prompts):
-            ring, have = (self.fetching, num_computed) if count else (self.offering, 0)
-            if not ring.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
+            slots, have = (self.fetching, num_computed) if count else (self.offering, 0)
+            if not slots.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
                 return None
         return count
 
