@@ -249,7 +249,7 @@ class _LaneTransfer:
         """Move every part. Once this returns or raises, nothing touches local memory."""
         plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
         large = plan.nbytes > _MAX_PART_BYTES
-        shared = max(1, len(self._group) - large)
+        shared = max(1, len(self._group) - 1 if large else len(self._group))
         part_bytes = min(max(-(-plan.nbytes // shared), ONE_REQUEST_BYTES), _MAX_PART_BYTES)
         lane = None
         try:
