@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -239,7 +240,11 @@ class Agent:
         self._nixl = None
 
     def cpu_seconds(self) -> float:
-        return sum(_cpu_seconds(thread) for thread in self.threads)
+        seconds = 0.0
+        for thread in self.threads:
+            with suppress(OSError):  # it has ended
+                seconds += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+        return seconds
 
     def _segment(self, device: int) -> Any:  # noqa: ANN401 (NIXL has no types)
         return self._api.DRAM_SEG if device == HOST else self._api.VRAM_SEG
@@ -282,10 +287,3 @@ def _threads() -> frozenset[int]:
     """Return the ids of this process's threads that are unknown to Python."""
     python = {thread.native_id for thread in threading.enumerate()}
     return frozenset(int(name) for name in os.listdir("/proc/self/task") if int(name) not in python)
-
-
-def _cpu_seconds(thread: int) -> float:
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-    except OSError:  # it has ended
-        return 0.0

@@ -9,9 +9,11 @@ When the link begins, one side tells the other its receiver (Meet). Then the ini
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from llm_datadist._checks import clean
 from llm_datadist.errors import ProtocolError
@@ -19,6 +21,7 @@ from llm_datadist.errors import ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+M = TypeVar("M")
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Known = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -100,21 +103,15 @@ class NixlRefused(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 Request: TypeAlias = Ask | Done | Meet
 Answer: TypeAlias = Ready | Moved | NixlRefused
 encode: Final = msgspec.msgpack.Encoder().encode
-_decode_request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request).decode
-_decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
 
 
-def read_request(data: bytes) -> Request:
-    """Return a request of the peer. Raises ProtocolError."""
+def _read(decode: Callable[[bytes], M], otherwise: str, data: bytes) -> M:
     try:
-        return _decode_request(data)
+        return decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"nixl: a request that is none: {clean(str(error))}") from error
+        raise ProtocolError(f"nixl: {otherwise}: {clean(str(error))}") from error
 
 
-def read_answer(data: bytes) -> Answer:
-    """Return an answer of the peer. Raises ProtocolError."""
-    try:
-        return _decode_answer(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"nixl: the peer sent no answer: {clean(str(error))}") from error
+# Both raise ProtocolError for anything else.
+read_request: Final[Callable[[bytes], Request]] = partial(_read, Decoder(Request).decode, "a request that is none")
+read_answer: Final[Callable[[bytes], Answer]] = partial(_read, Decoder(Answer).decode, "the peer sent no answer")
