@@ -17,7 +17,6 @@ from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.moves import MoveReply, MoveRequest
-from llm_datadist._transport.nixl.agent import BytesDone
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.connection import NixlConnection
 from llm_datadist._transport.nixl.messages import Address, Ask, Done, Meet, NixlRefused, read_answer, read_request
@@ -63,7 +62,7 @@ class StillAgent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: BytesDone,
+        moved: Callable[[int], None],
         devices: tuple[int, int] = (-1, -1),
     ) -> None:
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from llm_datadist._transport.nixl.agent import Agent, BytesDone, spans_of
+from llm_datadist._transport.nixl.agent import Agent, spans_of
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.transport import NixlTransport
 from llm_datadist._transport.transport import Meeting
@@ -98,7 +98,7 @@ def test_memory_of_a_gpu_is_vram_with_its_ordinal_and_that_of_the_host_dram() ->
     spans = spans_of(base, offset, nbytes, 1)
     assert spans.tolist() == [[8197, 7, 1]]
     with pytest.raises(NixlFailed, match="DRAM_SEG 1"):
-        agent.move("WRITE", agent.name, spans, spans, lambda: None, BytesDone(), (1, -1))
+        agent.move("WRITE", agent.name, spans, spans, lambda: None, lambda _: None, (1, -1))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
-from llm_datadist._transport.nixl.agent import Agent, BytesDone
+from llm_datadist._transport.nixl.agent import Agent
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.messages import Address, NixlRefused, encode
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
@@ -129,7 +129,7 @@ def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
     def write(index: int) -> None:
         assert sender.load(receivers[index].address(""))
         here, there = (np.array([[each.ctypes.data, 64, 0]], np.uint64) for each in (source, target[index]))
-        sender.move("WRITE", receivers[index].name, here, there, lambda: None, BytesDone())
+        sender.move("WRITE", receivers[index].name, here, there, lambda: None, lambda _: None)
 
     for index in range(6):
         write(index)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -90,13 +89,6 @@ def spans_of(
     np.add(bases[:, None], offsets[None, :], out=spans[:, :, 0])
     spans[:, :, 1] = nbytes
     return spans.reshape(-1, 3)
-
-
-@dataclass(slots=True)
-class BytesDone:
-    """Bytes of a transfer's parts that have ended."""
-
-    done: int = 0
 
 
 class Agent:
@@ -184,13 +176,13 @@ class Agent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: BytesDone,
+        moved: Callable[[int], None],
         devices: tuple[int, int] = (HOST, HOST),
     ) -> None:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 
-        ``devices``: GPU or HOST, here and there. ``peer`` is loaded. ``turn`` runs between steps and may raise. After
-        an exception bytes may move until :meth:`end`.
+        ``devices``: GPU or HOST, here and there. ``peer`` is loaded. ``turn`` runs between steps and may raise;
+        ``moved`` gets the bytes of each part. After an exception bytes may move until :meth:`end`.
         """
         operation = getattr(self._api, f"NIXL_{verb}")
         parts, posted = deque(_parts_of(here[:, 1])), deque[tuple[int, int]]()
@@ -209,7 +201,7 @@ class Agent:
                 self._wait(handle, turn)
                 posted.popleft()
                 self._release(handle)
-                progress.done += nbytes
+                moved(nbytes)
         finally:
             for handle, _ in posted:
                 self._release(handle)

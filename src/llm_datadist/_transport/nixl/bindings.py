@@ -10,6 +10,7 @@ import logging.config
 import os
 import re
 import threading
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -46,10 +47,9 @@ def installed() -> bool:
 def package_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
+    with suppress(PackageNotFoundError):
         return version("nixl")
-    except PackageNotFoundError:
-        return "?"
+    return "?"
 
 
 def import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)

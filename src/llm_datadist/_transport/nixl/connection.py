@@ -15,7 +15,7 @@ from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
 from llm_datadist._transport.moves import is_one_request, refusal
-from llm_datadist._transport.nixl.agent import BytesDone, keep_for_ever
+from llm_datadist._transport.nixl.agent import keep_for_ever
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.messages import (
     Address,
@@ -132,7 +132,7 @@ class _NixlTransfer:
     def __init__(self, connection: NixlConnection, transfer: Transfer) -> None:
         self._connection = connection
         self._transfer = transfer
-        self._progress = BytesDone()
+        self._done = 0  # bytes
 
     def run(self) -> None:
         """Move every part. Once this returns or raises, nothing touches local memory."""
@@ -142,9 +142,9 @@ class _NixlTransfer:
         for part in parts:
             for each in _in_order(part):
                 while not move(each):  # other transfers may end an agent again
-                    self._progress.done = done
+                    self._done = done
                 done += each.nbytes
-                self._progress.done = done
+                self._done = done
 
     def _have_owner_write(self, part: Plan) -> bool:
         """Have the owner write a part into this side's receiver; return False to ask again."""
@@ -178,7 +178,7 @@ class _NixlTransfer:
         try:
             try:
                 side = PlanSide(part, self._transfer.local, not self._transfer.write)
-                moved = connection.server.push_sender.move(self._turn, side, ready, self._progress)
+                moved = connection.server.push_sender.move(self._turn, side, ready, self._add)
             except NixlFailed as error:
                 failed = error  # the owner knows whether its receiver has ended
             done = self._ask(Done(ready.move, good=bool(moved)))
@@ -195,7 +195,7 @@ class _NixlTransfer:
         """Return the seconds to wait next; raise if this transfer shall stop."""
         seconds = self._transfer.deadline.next_turn()
         if not seconds or self._connection._aborted:
-            raise self._transfer.timeout(self._progress.done)
+            raise self._transfer.timeout(self._done)
         return seconds
 
     def _request(self, part: Plan, receiver: Address | None = None, bases: bytes = b"", offsets: bytes = b"") -> Ask:
@@ -211,7 +211,7 @@ class _NixlTransfer:
         try:
             answer = connection.context.wire.ask(connection.server.link, encode(request), self._transfer.deadline)
         except DeadlineExceeded as error:
-            raise self._transfer.timeout(self._progress.done) from error
+            raise self._transfer.timeout(self._done) from error
         return read_answer(answer)
 
     def _on_refusal(self, answer: Answer, again: dict[int, bool]) -> Literal[False]:
@@ -221,15 +221,18 @@ class _NixlTransfer:
         if again.get(answer.code):
             return False
         if answer.code == NixlRefused.OVERDUE:
-            raise self._transfer.timeout(self._progress.done)
+            raise self._transfer.timeout(self._done)
         if answer.code in (LOST, NixlRefused.UNKNOWN):
             raise NixlFailed(f"at the peer: {answer.text}")
-        touched = answer.touched or self._progress.done > 0
+        touched = answer.touched or self._done > 0
         outcome = Outcome(Ending.REFUSED, TORN if answer.touched else answer.code, 0, answer.text)
         raise refusal(outcome, self.what(), untouched=not touched)
 
+    def _add(self, nbytes: int) -> None:
+        self._done += nbytes
+
     def what(self) -> str:
-        return self._transfer.progress(self._progress.done)
+        return self._transfer.progress(self._done)
 
 
 def _in_order(part: Plan) -> Iterator[Plan]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llm_datadist._transport.nixl.agent import HOST, Agent, BytesDone, spans_of
+from llm_datadist._transport.nixl.agent import HOST, Agent, spans_of
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist.errors import ProtocolError
 
@@ -76,7 +76,7 @@ class AgentSlot:
             bases = np.append(bases, np.uint64(device))
         return address, bases.astype("<u8").tobytes(), offsets.astype("<u8").tobytes()
 
-    def move(self, turn: Callable[[], float], side: PlanSide, there: Ask | Ready, progress: BytesDone) -> str:
+    def move(self, turn: Callable[[], float], side: PlanSide, there: Ask | Ready, moved: Callable[[int], None]) -> str:
         """Write a source of this side to the peer's receiver, or read a destination from it.
 
         Return how the agent knows that receiver now; empty, and nothing moved, if it needs the metadata. An error
@@ -97,7 +97,7 @@ class AgentSlot:
                     return ""
                 agent.cover(bases, side.tensors.extent, devices[0])
                 spans = spans_of(bases, offsets, nbytes, devices[0]), spans_of(*theirs, nbytes, devices[1])
-                agent.move(verb, there.receiver.name, *spans, turn, progress, devices)
+                agent.move(verb, there.receiver.name, *spans, turn, moved, devices)
             except BaseException:
                 self.end()
                 raise

@@ -22,7 +22,6 @@ from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanSide
 from llm_datadist._native.public_call import public_call
 from llm_datadist._transport.moves import MoveReply, answer, status_of
-from llm_datadist._transport.nixl.agent import BytesDone
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.messages import (
     Ask,
@@ -269,7 +268,7 @@ class NixlWorker:
 
     def _write(self, served: ServedRequest) -> None:
         source = PlanSide(served.plan, served.memory.tensors, False)
-        loaded = self.push_sender.move(partial(self._turn, served), source, served.ask, BytesDone())
+        loaded = self.push_sender.move(partial(self._turn, served), source, served.ask, lambda _: None)
         if not loaded:
             self._refuse(served, NixlRefused.UNKNOWN, "the metadata of the receiver are not known", touched=False)
         elif served.unchanged():

@@ -212,14 +212,7 @@ def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
     lane = group.choose(deadline)
     with LaneLoad(group.loads, lane, plan.nbytes, group.doubts if write else None) as load:
         end = engine.move(
-            lane,
-            write,
-            remote.handle,
-            remote.extent,
-            plan,
-            local.native,
-            deadline.expires_ns,
-            deadline.cancelled,
+            lane, write, remote.handle, remote.extent, plan, local.native, deadline.expires_ns, deadline.cancelled
         )
         load.answered = end[0] in _ANSWERED
     if end[0] is Ending.GOOD:
