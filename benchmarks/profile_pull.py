@@ -25,7 +25,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments, calls
-from llm_datadist._transport.cma import CmaConnection
+from llm_datadist._transport.samehost.cma import CmaConnection
 from llm_datadist.cache_manager import CacheManager
 
 if TYPE_CHECKING:

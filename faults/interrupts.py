@@ -39,7 +39,7 @@ from llm_datadist import (
 )
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_SLOTS
-from llm_datadist._transport.tcp import TcpConnection
+from llm_datadist._transport.tcp.connection import TcpConnection
 from llm_datadist.store import StoreClient, StoreOptions, StoreServer
 from llm_datadist.testing.scene import residue, settled
 from tests.support.authority import Authority

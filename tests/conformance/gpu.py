@@ -11,7 +11,7 @@ from faults.lanepeer import LaneChild, LanePeerProcess
 from llm_datadist._memory.cuda import CudaDevice
 from llm_datadist._memory.device import Device
 from llm_datadist._transport.connection import Connection
-from llm_datadist._transport.shm import ShmConnection
+from llm_datadist._transport.samehost.shm import ShmConnection
 from llm_datadist.testing import LocalPeer, PeerProcess
 from llm_datadist.testing.peers import REGION_BYTES, child_main
 from tests.support import fakecuda

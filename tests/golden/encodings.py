@@ -31,8 +31,10 @@ from llm_datadist._memory.write_intents import WriteIntents
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import PlanSide, digest
 from llm_datadist._transfer import handles
-from llm_datadist._transport import address, nixl, rendezvous
-from llm_datadist._transport.shm import ShmTransport
+from llm_datadist._transport import address
+from llm_datadist._transport.nixl import messages as nixl
+from llm_datadist._transport.samehost import rendezvous
+from llm_datadist._transport.samehost.shm import ShmTransport
 from llm_datadist.integrations import references
 from llm_datadist.metrics import Statistics
 from llm_datadist.testing.scene import tensors_over
@@ -63,7 +65,7 @@ def groups() -> dict[str, Group]:
     return {
         "wire major": Group("WIRE_MAJOR of _transport/address.py", address.WIRE_MAJOR, _wire_major()),
         "protocol": Group("the newest of VERSIONS of _links/versions.py", versions.VERSIONS[1], _protocol()),
-        "rendezvous": Group("VERSION of _transport/rendezvous.py", rendezvous.VERSION, _rendezvous()),
+        "rendezvous": Group("VERSION of _transport/samehost/rendezvous.py", rendezvous.VERSION, _rendezvous()),
         "statistics page": Group("PAGE_VERSION of _statistics_page.py", pages.PAGE_VERSION, _page()),
         "grant": Group("GRANT_VERSION of types/grant.py", grants.GRANT_VERSION, _grant()),
         "reference": Group("_VERSION of integrations/references.py", int(references._VERSION), _reference()),
@@ -134,10 +136,10 @@ def _protocol() -> dict[str, Frame]:
     kinds = get_args(get_type_hints(handles.decode_handle)["return"])
     frames |= _each(kinds, handles.encode_handle, handles.decode_handle)
     for kinds, decode in (
-        (get_args(nixl._ask_decoder.type), nixl._ask_decoder.decode),
-        (get_args(nixl._Answer), nixl._decode_answer),
+        (get_args(nixl.Request), nixl.read_request),
+        (get_args(nixl.Answer), nixl.read_answer),
     ):
-        frames |= {f"nixl: {name}": each for name, each in _each(kinds, nixl._encode, decode).items()}
+        frames |= {f"nixl: {name}": each for name, each in _each(kinds, nixl.encode, decode).items()}
     for verb, write in (("read", False), ("write", True)):
         frames[f"request to {verb}"] = Frame(lane.REQUEST, partial(lane.request, write=write), lane.request_of)
     for how, secret in (("plain", b""), ("encrypted", some("a lane's secret", 32))):

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist.integrations.vllm.scheduler import Scheduler
-    from llm_datadist.integrations.vllm.staging import Ring
+    from llm_datadist.integrations.vllm.staging import SlotPool
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-#: Slots of the smallest ring: one request with as many tokens as there are blocks for.
+#: Slots of the smallest pool: one request with as many tokens as there are blocks for.
 SLOTS = BLOCKS
 SLOT_BYTES = 2 * TOKENS * 64
 NAN = -1  # four such bytes are a NaN, two are a NaN of 16 bits
@@ -96,16 +96,16 @@ class StagedEngine(Engine):
     def _poison_freed_slots(self) -> None:
         """Fill slots that the scheduler takes back."""
         memory = self.portable.slots["layer"]
-        for ring in (self.scheduler.offering, self.scheduler.fetching):
+        for pool in (self.scheduler.offering, self.scheduler.fetching):
 
-            def poisoned(request: str, ring: Ring = ring, free: Callable[[str], None] = ring.free) -> None:
-                for _, slots in ring.held.get(request, ()):
+            def poisoned(request: str, pool: SlotPool = pool, free: Callable[[str], None] = pool.free) -> None:
+                for _, slots in pool.held.get(request, ()):
                     memory[slots] = NAN
                     if memory.is_cuda:
                         torch.cuda.synchronize()
                 free(request)
 
-            ring.free = poisoned  # type: ignore[method-assign]
+            pool.free = poisoned  # type: ignore[method-assign]
 
     def comes(self, request: Request) -> None:
         self.scheduler.on_new_request(request)

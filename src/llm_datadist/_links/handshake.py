@@ -23,7 +23,7 @@ from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
 from llm_datadist._transport import instances
 from llm_datadist._transport.address import is_plain, other_build
-from llm_datadist._transport.peer_memory import why_other_user
+from llm_datadist._transport.users import why_other_user
 from llm_datadist.config import AUTH_SECRET, INSECURE, SAME_USER_ONLY
 from llm_datadist.errors import AuthFailed, LinkRefused, LLMException, LLMStatusCode, ProtocolError, StateError
 

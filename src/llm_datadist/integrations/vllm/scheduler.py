@@ -38,7 +38,7 @@ from llm_datadist.integrations.vllm.instance import init_options
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
-from llm_datadist.integrations.vllm.staging import Ring, staged_slots
+from llm_datadist.integrations.vllm.staging import SlotPool, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Scheduler:
         self.pool: BlockPool  # vLLM's
         offering, fetching, _ = staged_slots(vllm_config, kv_cache_config, self._windows)
         self._staged = fetching.stop > 0
-        self.offering, self.fetching = Ring(offering), Ring(fetching)
+        self.offering, self.fetching = SlotPool(offering), SlotPool(fetching)
         self._orders = Orders()
         self.stats = Stats()
 
@@ -177,8 +177,8 @@ class Scheduler:
         # vLLM computes the last token in any case.
         count = max(0, request.num_prompt_tokens - 1 - num_computed) if tracked.fetch in WAITING else 0
         if self._staged and (tracked.fetch is Fetch.VERIFIED if count else tracked.offer is Offer.COMPUTING):
-            ring, have = (self.fetching, num_computed) if count else (self.offering, 0)
-            if not ring.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
+            slots, have = (self.fetching, num_computed) if count else (self.offering, 0)
+            if not slots.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
                 return None
         return count
 

@@ -247,7 +247,9 @@ class LaneGroup:
         lanes = list(loads)
         if not lanes:
             raise PeerLost("no data lane to the peer is left; link again", phase="copy")
-        return min(lanes[large and len(lanes) > 1 :], key=lambda lane: loads.get(lane, 0))
+        if large and len(lanes) > 1:
+            del lanes[0]
+        return min(lanes, key=lambda lane: loads.get(lane, 0))
 
     @elsewhere
     def _await_lane(self, deadline: Deadline) -> None:
@@ -266,11 +268,6 @@ class LaneGroup:
         """Take note that a lane has moved bytes."""
         self._moved[lane] = time.monotonic_ns()
         self.suspects.discard(lane)
-
-    @property
-    def doubted(self) -> int:
-        """Newest lane with a write that ended without the owner's answer."""
-        return self.doubts[0]
 
     def add(self, lane: int) -> bool:
         """Add a new lane; return False if the group is closed."""
@@ -319,12 +316,12 @@ class LaneGroup:
 
     @property
     def doubts_writes(self) -> bool:
-        return self.doubted > self.given_up
+        return self.doubts[0] > self.given_up
 
     def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
         told = self.told  # read once: other threads replace it
-        if self.doubted > told[0]:
-            newest = max([self.doubted, *self.lanes()])  # older than any lane dialled from here on
+        if self.doubts[0] > told[0]:
+            newest = max([self.doubts[0], *self.lanes()])  # older than any lane dialled from here on
             self.told = told = newest, tell()
         return told
 
