@@ -15,7 +15,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey
 from llm_datadist._native.plan import PlanSide
-from llm_datadist._transport.nixl import connection, slots, worker
+from llm_datadist._transport import connection
+from llm_datadist._transport.nixl import slots, worker
 from llm_datadist._transport.nixl.agent import Agent, spans_of
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.messages import Ready

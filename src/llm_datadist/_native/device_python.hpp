@@ -41,7 +41,7 @@ struct PyStreamEvent {
     std::shared_ptr<const StreamEvent> event;
 };
 
-// Context variable of what copies of devices wait for: a PyStreamEvent or None.
+// Context variable of what copies wait for: a PyStreamEvent or None.
 inline nb::handle after_variable() {
     static PyObject* const made =  // never released, as ParamError
         nb::module_::import_("contextvars")

@@ -11,12 +11,9 @@ from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._native import (
     MAX_REQUEST_RUNS,
-    Device,
     Ending,
     Outcome,
     Plan,
-    await_work,
-    check_plan,
     encode_request,
 )
 from llm_datadist._native.lane_engine import LOST, TORN
@@ -110,12 +107,7 @@ class NixlConnection(ServedConnection):
 
     @elsewhere
     def _move(self, transfer: Transfer) -> None:
-        local, remote = transfer.local, transfer.remote
-        check_plan(transfer.plan, *((remote, local) if transfer.write else (local, remote)))
-        if local.place.device >= 0:
-            Device.open(local.place.device)  # raises if it has failed
-        if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
-            raise transfer.timeout(0)
+        transfer.prepare()
         if self.fallback is None or not self._failed:
             moving = _NixlTransfer(self, transfer)
             try:

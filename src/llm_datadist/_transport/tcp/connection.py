@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import (
     MAX_REQUEST_RUNS,
-    Device,
     Ending,
     LaneLoad,
     Outcome,
-    await_work,
-    check_plan,
     encode_request,
     usable_cpus,
 )
@@ -174,12 +171,8 @@ class TcpConnection(ServedConnection):
         self.group.close()  # running calls wait for their jobs, which end with the lanes
 
     def _move(self, transfer: Transfer) -> None:
-        group, plan, local, remote = self.group, transfer.plan, transfer.local, transfer.remote
-        if local.place.device >= 0:
-            Device.open(local.place.device)  # raises if it has failed
-        if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
-            raise transfer.timeout(0)
-        check_plan(plan, *((remote, local) if transfer.write else (local, remote)))
+        group, plan = self.group, transfer.plan
+        transfer.prepare()
         if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
         try:
