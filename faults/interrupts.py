@@ -4,6 +4,7 @@
 process, because handlers run in the main thread of a process; its peer in another one.
 """
 
+import _weakrefset
 import argparse
 import ctypes
 import logging
@@ -74,9 +75,11 @@ class Interrupted(ValueError):
 _came: Final[list[int]] = []
 
 
-def _interrupt(number: int, _: object) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     _came.append(number)
-    raise Interrupted
+    # Python drops what a callback of a weak reference raises, as of a thread whose object goes: no call can end by it.
+    if frame is None or frame.f_code.co_filename != _weakrefset.__file__:
+        raise Interrupted
 
 
 @dataclass
