@@ -26,7 +26,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.calls import PullBlocks, _Awaiting
-from llm_datadist._transport.cma import CmaConnection
+from llm_datadist._transport.samehost.cma import CmaConnection
 from llm_datadist.cache_manager import CacheManager
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL, RegionDescriptor
 from llm_datadist._native import USER, Tensors
-from llm_datadist._transport import lanes as wire
 from llm_datadist._transport.connection import RemoteTensors
 from llm_datadist._transport.moves import MoveReply, MoveRequest
-from llm_datadist._transport.tcp import TcpConnection
+from llm_datadist._transport.tcp import lanes as wire
+from llm_datadist._transport.tcp.connection import TcpConnection
 from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.testing.peers import NON_POOL_BYTES, REGION_BYTES, LocalPeer, PeerChild, PeerProcess, child_main
 

@@ -21,8 +21,9 @@ from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import RegionDescriptor
-from llm_datadist._transport.nixl import NixlConnection, NixlWorker
-from llm_datadist._transport.nixl_agent import fabric, usable
+from llm_datadist._transport.nixl.agent import fabric, usable
+from llm_datadist._transport.nixl.connection import NixlConnection
+from llm_datadist._transport.nixl.worker import NixlWorker
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import LinkError, PeerLost
 from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main
@@ -111,7 +112,7 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]
     context = Context(mock.sentinel.no_options, peer.exports, handler, wire)
     connection = SocketConnection(context, fabric(), regions, writable=writable)
-    connection.server.reads = True  # as over RDMA: tests read over TCP too
+    connection.server.peer_reads = True  # as over RDMA: tests read over TCP too
     server.append(connection.server)
     wire.start()
     return connection

@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import PREAMBLE_BYTES, Message, decode, frame
-from llm_datadist._transport.lanes import LANE_PREAMBLE
+from llm_datadist._transport.tcp.lanes import LANE_PREAMBLE
 from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link
 from tests.support.moves import Spec

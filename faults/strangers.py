@@ -22,9 +22,9 @@ from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._links.versions import FEATURES, VERSIONS
 from llm_datadist._memory.exports import Exports
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist._transport.lanes import LANE_PREAMBLE, dial_lanes
-from llm_datadist._transport.samehost import exchange_memory
-from llm_datadist._transport.shm import COOKIE_BYTES
+from llm_datadist._transport.samehost.listener import exchange_memory
+from llm_datadist._transport.samehost.shm import COOKIE_BYTES
+from llm_datadist._transport.tcp.lanes import LANE_PREAMBLE, dial_lanes
 
 M = TypeVar("M", bound=wire.Message)
 _SECONDS = 20.0

@@ -31,12 +31,12 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials, new_secret
-from llm_datadist._links.handshake import Dial
+from llm_datadist._links.dial import Dial
 from llm_datadist._links.identity import Transcript
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES, TlsSession
 from llm_datadist._native import readable
 from llm_datadist._transport import instances
-from llm_datadist._transport.peer_memory import PeerMemory
+from llm_datadist._transport.samehost.peer_memory import PeerMemory
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, LinkError, LLMException
 from tests.support.probe import Probe

@@ -1,7 +1,7 @@
 """Fuzz targets for the data lanes: what comes over the wire of a lane, and the greeting it begins with.
 
-The victim is a real :class:`~llm_datadist._transport.lanes.Lanes` over real memory. An honest lane beside the bad ones
-reads from it again and again, and compares every byte.
+The victim is a real :class:`~llm_datadist._transport.tcp.lanes.Lanes` over real memory. An honest lane beside the bad
+ones reads from it again and again, and compares every byte.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, LaneEvent, LaneLost, Plan, encode_request, plan_row
-from llm_datadist._transport.lanes import (
+from llm_datadist._transport.moves import MoveReply, MoveRequest
+from llm_datadist._transport.tcp.lanes import (
     TOKEN_BYTES,
     LaneGroup,
     Lanes,
     LaneSocket,
     read_lane_greeting,
 )
-from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from tests.support.twin import tensors_of
 

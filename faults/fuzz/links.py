@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,7 @@ from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import NewLink
 from llm_datadist._links.link import Link, LinkOrigin, Peer
-from llm_datadist._links.messages import FRAME_HEADER, Located, Message, Resolve, Resolved, decode
+from llm_datadist._links.messages import FRAME_HEADER, Linked, Located, Message, Resolve, Resolved, decode
 from llm_datadist._links.renewal import Renewal
 from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken
@@ -128,7 +129,7 @@ def join(
             origin = LinkOrigin(False, 0, sequence)
             spoken = Spoken(VERSIONS[1], frozenset(FEATURES))
             link = Link(peer, connection, meeting.choice, origin, spoken, renewal)
-            engine.links.install(NewLink(link, sock, b"", bytes(16), tls=tls))
+            engine.links.install(NewLink(link, sock, b"", tls), partial(Linked, agreed=bytes(16)))
         return engine.links.get(_STRANGER)
 
     return stage.probe.on_control(install)

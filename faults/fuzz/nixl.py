@@ -17,8 +17,9 @@ from faults.fuzz.forge import LINK, Forge, mutated, wild
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.moves import MoveReply, MoveRequest
-from llm_datadist._transport.nixl import Ask, Done, Meet, Moved, NixlConnection, NixlRefused, Ready
-from llm_datadist._transport.nixl_agent import Address, BytesDone, NixlFailed
+from llm_datadist._transport.nixl.bindings import NixlFailed
+from llm_datadist._transport.nixl.connection import NixlConnection
+from llm_datadist._transport.nixl.messages import Address, Ask, Done, Meet, NixlRefused, read_answer, read_request
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import CacheNotFound, ProtocolError
 from tests.support.twin import tensors_of
@@ -30,8 +31,6 @@ _MOVES: Final = 8  # so that a Done finds a move that was granted
 _PATIENCE_SECONDS: Final = 10.0
 _MEMORY: Final = np.zeros((4, EXTENT), np.uint8)
 _TENSORS: Final = tensors_of(list(_MEMORY))
-_decode: Final = msgspec.msgpack.Decoder(Ready | Moved | NixlRefused).decode
-_requests: Final = msgspec.msgpack.Decoder(Ask | Done | Meet).decode
 
 
 class StillAgent:
@@ -63,7 +62,7 @@ class StillAgent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: BytesDone,
+        moved: Callable[[int], None],
         devices: tuple[int, int] = (-1, -1),
     ) -> None:
         first, last = _MEMORY.ctypes.data, _MEMORY.ctypes.data + _MEMORY.nbytes
@@ -99,7 +98,7 @@ class _NoWire:
 @contextmanager
 def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
     """Yield the owner's end of a connection whose agents are those; afterwards nothing may be left of its requests."""
-    with mock.patch("llm_datadist._transport.nixl.Agent", agent):
+    with mock.patch("llm_datadist._transport.nixl.slots.Agent", agent):
         context = Context(mock.sentinel.no_options, mock.Mock(regions={}), _Owner(), _NoWire())
         connection = NixlConnection(context, "tcp", writable=True)
         with connection:
@@ -107,7 +106,8 @@ def serving(agent: type[StillAgent] = StillAgent) -> Iterator[NixlConnection]:
             yield connection
             connection.server.quiesce(TAG)
         connection.server.join()
-    left = (connection.server.served, connection.server.waiting_bytes, connection.pushed.users)
+    server = connection.server
+    left = (server.requests, server.waiting_bytes, server.push_receiver.users)
     if left != ({}, 0, 0):
         raise Finding(f"left behind: requests, their bytes, users of the receiver: {left}")
 
@@ -119,11 +119,6 @@ def ask(move: int = 1, *, write: bool = False, budget_ms: int = 60_000, nbytes: 
         return Ask(move, write, True, meta, None, b"", b"", "", budget_ms)
     receiver = Address("receiver", 1, b"metadata", "1")
     return Ask(move, write, False, meta, receiver, bytes(32), bytes(8), "", budget_ms)
-
-
-def answer_of(data: bytes) -> Ready | Moved | NixlRefused:
-    answer: Ready | Moved | NixlRefused = _decode(data)
-    return answer
 
 
 def fuzz_nixl_requests(frames: int, seed: int) -> Verdicts:
@@ -143,12 +138,12 @@ def _judge(connection: NixlConnection, data: bytes, verdicts: Verdicts) -> None:
     except ProtocolError as error:
         verdicts.refuse(error)
         return
-    request = _requests(data)
+    request = read_request(data)
     if isinstance(request, Meet) or (isinstance(request, Done) and not request.good):  # not waited for
         verdicts.take(request)
         return
     try:
-        answer = answer_of(answers.get(timeout=_PATIENCE_SECONDS))
+        answer = read_answer(answers.get(timeout=_PATIENCE_SECONDS))
     except Empty:
         raise Finding(f"{request} has no answer") from None
     if isinstance(answer, NixlRefused):

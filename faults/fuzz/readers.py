@@ -13,8 +13,8 @@ from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.messages import Message, decode, encode
 from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._native import Plan, check_plan, encode_request
-from llm_datadist._transport import rendezvous
 from llm_datadist._transport.moves import MoveRequest, decode_request
+from llm_datadist._transport.samehost import rendezvous
 from llm_datadist.errors import ParamError, ProtocolError
 from tests.support.twin import tensors_of
 

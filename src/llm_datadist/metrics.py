@@ -108,7 +108,7 @@ class DeviceStatistics:
 
     name: str
     window_bytes: int  # through windows of host memory, as over data lanes; what a peer maps needs none
-    wait_seconds: float  # that data lanes have waited for it, each by itself
+    wait_seconds: float  # that data lanes have waited for it, each by itself; also for copies that never ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,12 @@ _POOL_GAUGES = (
     ("pool_largest_hole_bytes", "Largest free range.", "largest_hole_bytes"),
 )
 _DEVICE_COUNTERS = (
-    ("device_window_bytes", "Bytes of a GPU through windows of host memory, in this process.", "window_bytes"),
-    ("device_wait_seconds", "Time that moves for peers have waited for a GPU, in this process.", "wait_seconds"),
+    ("device_window_bytes", "Bytes of a GPU through host memory, of the whole process: max, not sum.", "window_bytes"),
+    (
+        "device_wait_seconds",
+        "Time that transfers between processes have waited for a GPU, of the whole process: max, not sum.",
+        "wait_seconds",
+    ),
 )
 _LINK_COUNTERS = (
     ("link_read_bytes", "Bytes read from the peer.", "read_bytes"),

@@ -25,7 +25,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.credentials import Credentials, Secret, new_secret
 from llm_datadist._memory.exports import Exports
 from llm_datadist._native import readable
-from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
+from llm_datadist._transport.samehost.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.cli import keys as cli_keys
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, CacheMismatch, LinkRefused, OutOfMemory, ParamError

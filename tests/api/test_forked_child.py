@@ -298,5 +298,5 @@ def fork_with_locks_held(world: World) -> object:
     with ExitStack() as held:
         for lock in locks().values():
             held.enter_context(lock)
-        assert "llm_datadist._transport.nixl_agent._making" in locks()
+        assert "llm_datadist._transport.nixl.agent._making" in locks()
         return in_child(world, lambda _: [name for name, lock in locks().items() if lock.locked()])

@@ -117,6 +117,21 @@ def test_a_run_in_a_gpu_gives_complete_rows(
     assert why.endswith(f"not for {arguments[:3] if arguments[1] == '2' else 'gpu'}")
 
 
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize(("op", "fits"), [("d2d", False), ("h2d", True), ("pull --memory gpu", False)])
+def test_a_set_that_the_gpu_cannot_hold_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, op: str, fits: bool
+) -> None:
+    fakecuda.load()
+    for name, value in fakecuda.environment(delay_us=100, memory=64 << 20).items():
+        monkeypatch.setenv(name, value)
+    words = f"bench {op} --against {'cuda-copy' if op == 'd2d' else ','} --block-bytes 65536 --blocks 320 --passes 1"
+    result = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "rows.json")])
+    assert result.exit_code == (0 if fits else 2), result.output
+    assert ("GiB are available (in the GPU)" in result.output) is not fits
+    assert "\nnothing is left to run" in result.output or fits
+
+
 @pytest.mark.skipif(cuda.why_not() is None, reason="this host has an NVIDIA driver")
 def test_without_a_driver_a_gpu_is_left_out_and_the_reason_said() -> None:
     done = run(sys.executable, "-m", "llm_datadist.cli", "bench", "d2d", "--against", ",", cwd=ROOT)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from faults.lanepeer import LaneChild, LanePeerProcess
 from llm_datadist._memory.cuda import CudaDevice
 from llm_datadist._memory.device import Device
-from llm_datadist._transport.shm import ShmConnection
+from llm_datadist._transport.connection import Connection
+from llm_datadist._transport.samehost.shm import ShmConnection
 from llm_datadist.testing import LocalPeer, PeerProcess
 from llm_datadist.testing.peers import REGION_BYTES, child_main
 from tests.support import fakecuda
@@ -49,6 +50,12 @@ class GpuProcess(PeerProcess):
     def __init__(self) -> None:
         self.device = gpu()
         super().__init__(ShmConnection)
+
+    def connect(self) -> Connection:
+        """Return a connection whose imports have ended: residue of a test does not change by them."""
+        connection = super().connect()
+        wait_until(lambda: not any(map(connection.leaves_out, REGION_BYTES)))
+        return connection
 
 
 class GpuLanes(LanePeerProcess):

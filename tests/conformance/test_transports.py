@@ -9,11 +9,11 @@ from faults.lanepeer import LanePeerProcess
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._transport import instances
-from llm_datadist._transport.cma import CmaConnection
 from llm_datadist._transport.connection import Connection
 from llm_datadist._transport.inproc import InprocConnection
-from llm_datadist._transport.peer_memory import PeerMemory
-from llm_datadist._transport.shm import ShmConnection
+from llm_datadist._transport.samehost.cma import CmaConnection
+from llm_datadist._transport.samehost.peer_memory import PeerMemory
+from llm_datadist._transport.samehost.shm import ShmConnection
 from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing import LocalPeer, Peer, PeerProcess, TransportConformance
 from llm_datadist.testing.conformance import ProcessConformance, ServedConformance

@@ -3,24 +3,26 @@
 
 #include "../../src/llm_datadist/_native/cuda_abi.h"
 
-#define FAKE_CUDA_ERRORS(X)                    \
-    X(CUDA_ERROR_OUT_OF_MEMORY, 2)             \
-    X(CUDA_ERROR_DEINITIALIZED, 4)             \
-    X(CUDA_ERROR_NO_DEVICE, 100)               \
-    X(CUDA_ERROR_INVALID_DEVICE, 101)          \
-    X(CUDA_ERROR_INVALID_IMAGE, 200)           \
-    X(CUDA_ERROR_INVALID_CONTEXT, 201)         \
-    X(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, 217) \
-    X(CUDA_ERROR_INVALID_PTX, 218)             \
-    X(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, 221)  \
-    X(CUDA_ERROR_INVALID_HANDLE, 400)          \
-    X(CUDA_ERROR_NOT_FOUND, 500)               \
-    X(CUDA_ERROR_LAUNCH_TIMEOUT, 702)          \
-    X(CUDA_ERROR_ASSERT, 710)                  \
-    X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714)    \
-    X(CUDA_ERROR_MISALIGNED_ADDRESS, 716)      \
-    X(CUDA_ERROR_LAUNCH_FAILED, 719)           \
-    X(CUDA_ERROR_NOT_SUPPORTED, 801)           \
+#define FAKE_CUDA_ERRORS(X)                       \
+    X(CUDA_ERROR_OUT_OF_MEMORY, 2)                \
+    X(CUDA_ERROR_DEINITIALIZED, 4)                \
+    X(CUDA_ERROR_DEVICE_UNAVAILABLE, 46)          \
+    X(CUDA_ERROR_NO_DEVICE, 100)                  \
+    X(CUDA_ERROR_INVALID_DEVICE, 101)             \
+    X(CUDA_ERROR_INVALID_IMAGE, 200)              \
+    X(CUDA_ERROR_INVALID_CONTEXT, 201)            \
+    X(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, 217)    \
+    X(CUDA_ERROR_INVALID_PTX, 218)                \
+    X(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, 221)     \
+    X(CUDA_ERROR_INVALID_HANDLE, 400)             \
+    X(CUDA_ERROR_NOT_FOUND, 500)                  \
+    X(CUDA_ERROR_LAUNCH_TIMEOUT, 702)             \
+    X(CUDA_ERROR_ASSERT, 710)                     \
+    X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714)       \
+    X(CUDA_ERROR_MISALIGNED_ADDRESS, 716)         \
+    X(CUDA_ERROR_LAUNCH_FAILED, 719)              \
+    X(CUDA_ERROR_NOT_SUPPORTED, 801)              \
+    X(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900) \
     X(CUDA_ERROR_UNKNOWN, 999)
 
 #define FAKE_CUDA_CONSTANTS(X)                          \

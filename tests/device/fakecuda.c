@@ -492,10 +492,33 @@ CUresult cuStreamCreate(CUstream* stream, unsigned int flags) {
     return *stream != NULL ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+// Null is the default stream of the current device.
 static struct stream* stream_of(CUstream handle) {
+    static struct stream* defaults[MAX_DEVICES];
+    if (handle == NULL && defaults[current()] == NULL) defaults[current()] = new_stream(current());
+    const struct stream* wanted = handle == NULL ? defaults[current()] : (struct stream*)handle;
     struct stream* s = streams;
-    while (s != NULL && s != (struct stream*)handle) s = s->next;
+    while (s != NULL && s != wanted) s = s->next;
     return s;
+}
+
+// While a stream is captured, threads must be relaxed to ask for events, as with graphs of torch.
+static const struct stream* captured;
+static __thread CUstreamCaptureMode mode;
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* with) {
+    const CUstreamCaptureMode before = mode;
+    mode = *with;
+    *with = before;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    ENTER(CONTEXT);
+    struct stream* s = stream_of(stream);
+    REQUIRE(s != NULL, CUDA_ERROR_INVALID_HANDLE);
+    *status = s == captured;
+    return CUDA_SUCCESS;
 }
 
 CUresult cuStreamDestroy_v2(CUstream stream) {
@@ -547,6 +570,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 CUresult cuEventQuery(CUevent event) {
     ENTER(HEALTH);
     const struct event* e = (struct event*)event;
+    REQUIRE(captured == NULL || mode == CU_STREAM_CAPTURE_MODE_RELAXED, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     return e->done < e->recorded ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
 }
 
@@ -639,6 +663,12 @@ void fakecuda_set_delay(long microseconds) {
     LOCKED();
     hardware.delay = (u64)microseconds * 1000;
     wake_all();
+}
+
+// A stream of any thread is captured from now on, or none.
+void fakecuda_capture(CUstream stream) {
+    LOCKED();
+    captured = (struct stream*)stream;
 }
 
 void fakecuda_set_rate(long bytes_per_second) {

@@ -7,9 +7,10 @@ seen by its bytes, as the controls are.
 import asyncio
 import ctypes
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,12 +57,12 @@ def driver() -> Iterator[Any]:
 class Engine:
     """A stream whose work takes half a second, in this process; then it writes a cache, or keeps what it has seen."""
 
-    def __init__(self, world: World, name: str, seed: int | None) -> None:
+    def __init__(self, world: World, name: str, seed: int | None, *, default: bool = False) -> None:
         tensors, size = world.caches[name].tensor_addrs, world.caches[name].cache_desc.size
         fakecuda.load().set_rate(SLOW)
         random = np.random.default_rng(seed)
         with driver() as cu:
-            self.stream = cu.stream()
+            self.stream = ctypes.c_void_p() if default else cu.stream()
             self._slow = cu.allocated(2 * BEFORE)
             cu.copy(self._slow, self._slow + BEFORE, BEFORE, self.stream)
             self._pinned = [cu.pinned(size, random.bytes(size)) for _ in tensors]
@@ -82,7 +83,8 @@ class Engine:
             cu.call("cuMemFree_v2", cu.U64(self._slow))
             for each in self._pinned:
                 cu.call("cuMemFreeHost", each)
-            cu.call("cuStreamDestroy_v2", self.stream)
+            if self.stream:
+                cu.call("cuStreamDestroy_v2", self.stream)
         return held
 
 
@@ -98,27 +100,27 @@ def finish(world: World, like: Bytes) -> Bytes:
     return engine.finish(like)
 
 
-def handle(world: World) -> int:
-    stream: int = world.memory["engine"].stream.value
-    return stream
+def stream(world: World) -> SimpleNamespace:
+    """Return the stream as torch shows one."""
+    return SimpleNamespace(cuda_stream=world.memory["engine"].stream.value or 0, device_index=0)
 
 
 def in_order(world: World, method: str, *args: Any) -> Any:
     """Make a call of the manager after the work of the stream."""
-    with after(handle(world)):
+    with after(stream(world)):
         return call(world, method, *args)
 
 
 def awaited(world: World, method: str, *args: Any) -> None:
     async def run() -> None:
-        with after(handle(world)):
+        with after(stream(world)):
             await call(world, method, *args)
 
     asyncio.run(run())
 
 
 def layer_wise(world: World, *args: Any) -> Any:
-    with after(handle(world)):
+    with after(stream(world)):
         return send(world, *args)
 
 
@@ -152,6 +154,10 @@ def test_calls_read_what_the_stream_has_written_and_without_it_do_not(pair: Pair
     found = decoder.do(in_order, "digest_blocks", Use("kv"), [1, 2], bytes(16))
     decoder.do(finish, kv)
     assert (found == decoder.do(at_once, "digest_blocks", Use("kv"), [1, 2], bytes(16))).all()
+    new = decoder.do(begin, "kv", 23, kv)
+    decoder.do(in_order, "push_blocks", BLOCKS, Use("host"), [3], [5])  # memory of the host, too
+    same_bytes(decoder.do(show, "kv"), new)
+    decoder.do(finish, kv)
 
 
 def test_a_pull_does_not_overwrite_what_the_stream_still_reads(pair: Pair) -> None:
@@ -186,7 +192,7 @@ def test_nested_blocks_wait_for_both_streams_and_other_threads_for_none(end: Loc
     new = begin(world, "kv", 5, kv)
     with driver() as cu:
         quick = cu.stream()
-    with after(handle(world)), after(SimpleNamespace(cuda_stream=quick.value, device_index=0)):
+    with after(stream(world)), after(SimpleNamespace(cuda_stream=quick.value, device_index=0)):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(call, world, "copy_blocks", Use("kv"), {1: [2]}).result()
         same_bytes(show(world, "kv"), kv := moved(kv, kv, [(2, 1)]))
@@ -204,10 +210,11 @@ def test_nested_blocks_wait_for_both_streams_and_other_threads_for_none(end: Loc
         (-1, 0, ParamError, "stream"),
         (0, 2**31, ParamError, "device"),
         (0, 9, LLMException, "no device 9"),
+        (0, None, ParamError, "device"),
         (1 << 40, 0, DeviceError, "INVALID_HANDLE"),
     ],
 )
-def test_what_is_no_stream_is_refused(stream: Any, device: int, error: type[Exception], text: str) -> None:
+def test_what_is_no_stream_is_refused(stream: Any, device: int | None, error: type[Exception], text: str) -> None:
     fakecuda.load()
     with pytest.raises(error, match=text), after(stream, device):
         raise AssertionError
@@ -220,10 +227,37 @@ def test_the_lines_of_the_page_for_torch(end: LocalEnd) -> None:
     end.start("PROMPT", 1)
     world, kv = end.world, end.do(make, "kv", PAGED, 1)
     host = end.do(make, "host", HOST, 2)
-    new = begin(world, "kv", 5, kv)
-    stream = SimpleNamespace(cuda_stream=handle(world), device_index=0)
-    torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: stream))
+    world.memory["engine"] = engine = Engine(world, "kv", 5, default=True)
+    torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: stream(world)))
     names = {"torch": torch, "cache_manager": world.cm, "kv": world.caches["kv"], "host": world.caches["host"]}
     exec(code.replace("import torch\n", ""), names)
-    same_bytes(show(world, "host"), moved(host, new, [(7, 3)]))
+    same_bytes(show(world, "host"), moved(host, engine.held(kv), [(7, 3)]))
     finish(world, kv)
+
+
+def test_a_stream_that_is_captured_is_refused_and_holds_up_no_copy(end: LocalEnd) -> None:
+    """Regression: while torch captured a graph, answers about events were errors, and the GPU was given up."""
+    end.start("PROMPT", 1)
+    world, kv, host = end.world, end.do(make, "kv", PAGED, 1), end.do(make, "host", HOST, 2)
+    begin(world, "kv", None, kv)
+    fakecuda.load().capture(stream(world).cuda_stream)
+    with pytest.raises(DeviceError, match="captured"), after(stream(world)):
+        raise AssertionError
+    call(world, "swap_blocks", Use("kv"), Use("host"), {1: 2})
+    fakecuda.load().capture(0)
+    same_bytes(show(world, "host"), moved(host, kv, [(2, 1)]))
+    finish(world, kv)
+
+
+def test_memory_stays_mapped_while_a_call_waits_for_the_stream(end: LocalEnd) -> None:
+    """Regression: `finalize` in another thread unmapped the pool, and the copy began then."""
+    end.start("PROMPT", 1)
+    world, kv = end.world, end.do(make, "kv", PAGED, 1)
+    begin(world, "kv", None, kv)
+    with ThreadPoolExecutor(1) as pool, suppress(LLMException):
+        running = pool.submit(in_order, world, "copy_blocks", Use("kv"), {1: [2, 4]})
+        time.sleep(0.2)  # it waits
+        world.dd.finalize()
+        running.result()
+    finish(world, kv)
+    assert fakecuda.load().state().violations == []

@@ -8,10 +8,11 @@ import pytest
 from llm_datadist import BlocksCacheKey, LLMException, Placement
 from llm_datadist._native._native import set_device_patience
 from llm_datadist.errors import DeviceError
+from llm_datadist.metrics import Statistics
 from tests.support import fakecuda, linking
 from tests.support.ends import Family, begin_there, one_family, result_there
 from tests.support.kinds import Bytes, ChildEnd, World
-from tests.support.linking import SUCCESS, info, link, links
+from tests.support.linking import SUCCESS, explain, info, link, links, statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 
 pytestmark = pytest.mark.gpu(True)
@@ -108,6 +109,11 @@ def let_go(_: World) -> list[str]:
     return fake.state().violations
 
 
+def waits(world: World) -> float:
+    now: Statistics = statistics(world)
+    return now.devices[0].wait_seconds
+
+
 def mapped_bytes(_: World) -> int:
     return fakecuda.load().state().leaked["mapped_bytes"]
 
@@ -118,11 +124,12 @@ def test_a_copy_that_does_not_end_fails_its_call_and_keeps_its_memory(
     family: Family, method: str, finalized: bool
 ) -> None:
     prompt, decoder, were = two(family)
-    before = decoder.do(mapped_bytes)
+    before, waited = decoder.do(mapped_bytes), decoder.do(waits)
     decoder.do(hang, -59_000 if method == "swap_blocks" else 200)  # a swap has no deadline, but a minute
     with pytest.raises(DeviceError, match=r"cuda:0 \(Fake GPU 0\): it does not answer") as caught:
         decoder.do(call, method, *CALLS[method])
     assert caught.value.unfinished
+    assert (decoder.do(waits) > waited) is (decoder.do(explain, 1).transport == "tcp")
     with pytest.raises(DeviceError, match="has failed in this process"):
         decoder.do(call, "copy_blocks", *CALLS["copy_blocks"])
     hosts_go_on(prompt, decoder, were)
@@ -171,7 +178,7 @@ def has_begun(_: World) -> bool:
 def test_finalize_waits_for_copies_for_peers_before_it_gives_their_memory_back(family: Family, method: str) -> None:
     """Regression: where the threads of the lanes had ended, nobody waited for the GPU."""
     prompt, decoder, _ = two(family)
-    prompt.do(late, 400_000)
+    prompt.do(late, 1_500_000)  # longer than `quiesce` waits
     decoder.do(begin_there, "call", call, method, *CALLS[method])
     wait_until(lambda: prompt.do(has_begun))
     prompt.stop()

@@ -14,13 +14,19 @@ import numpy as np
 import pytest
 
 from llm_datadist import BlocksCacheKey
-from llm_datadist._transport import nixl, nixl_agent
-from llm_datadist._transport.nixl_agent import Agent, BytesDone, NixlFailed, spans_of
+from llm_datadist._native.plan import PlanSide
+from llm_datadist._transport import connection
+from llm_datadist._transport.nixl import slots, worker
+from llm_datadist._transport.nixl.agent import Agent, spans_of
+from llm_datadist._transport.nixl.bindings import NixlFailed
+from llm_datadist._transport.nixl.messages import Ready
+from llm_datadist._transport.nixl.transport import NixlTransport
 from llm_datadist._transport.transport import Meeting
-from llm_datadist.errors import LinkRefused
+from llm_datadist.errors import DeviceError, LinkRefused, LLMException, ProtocolError
 from tests.support import fakecuda
+from tests.support.ends import End
 from tests.support.linking import bytes_move_both_ways, explain
-from tests.support.moves import Spec, Use, call, make, moved, same_bytes, show
+from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, same_bytes, show
 from tests.support.pairs import Pair
 
 AGENTS: dict[str, "StubNixl"] = {}
@@ -75,9 +81,9 @@ BINDINGS = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(nixl_agent, "_import_bindings", lambda: BINDINGS)
-    monkeypatch.setattr(nixl, "fabric", lambda: "tcp")
-    monkeypatch.setattr(nixl, "usable", lambda _: "")
+    monkeypatch.setattr("llm_datadist._transport.nixl.agent.import_bindings", lambda: BINDINGS)
+    monkeypatch.setattr("llm_datadist._transport.nixl.transport.fabric", lambda: "tcp")
+    monkeypatch.setattr("llm_datadist._transport.nixl.transport.usable", lambda _: "")
     monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy")
     yield
     AGENTS.clear()
@@ -97,7 +103,27 @@ def test_memory_of_a_gpu_is_vram_with_its_ordinal_and_that_of_the_host_dram() ->
     spans = spans_of(base, offset, nbytes, 1)
     assert spans.tolist() == [[8197, 7, 1]]
     with pytest.raises(NixlFailed, match="DRAM_SEG 1"):
-        agent.move("WRITE", agent.name, spans, spans, lambda: None, BytesDone(), (1, -1))
+        agent.move("WRITE", agent.name, spans, spans, lambda: None, lambda _: None, (1, -1))
+    wrong = mock.Mock(side_effect=TypeError("incompatible arguments"))
+    with mock.patch.object(BINDINGS, "nixlRegDList", wrong), pytest.raises(NixlFailed, match="incompatible arguments"):
+        agent.cover(np.array([1 << 22], np.uint64), 10)
+    with mock.patch.object(BINDINGS, "nixlXferDList", wrong), pytest.raises(NixlFailed, match="incompatible arguments"):
+        agent.move("WRITE", agent.name, spans, spans, lambda: None, lambda _: None, (1, 1))
+
+
+@pytest.mark.parametrize("ordinal", [63, 64, 2**64 - 1])
+def test_a_peer_names_a_gpu_below_64(ordinal: int) -> None:
+    context, turn = mock.Mock(exports=mock.Mock(regions={})), mock.Mock(return_value=0.1)
+    slot, numbers = slots.AgentSlot(context, "tcp", progress=False), np.array([4096], np.uint64)
+    plan = mock.Mock(src_first=0, count=1, runs=np.array([[0, 0, 8]], np.uint64))
+    end = PlanSide(plan, mock.Mock(bases=numbers, extent=8, place=mock.Mock(device=-1)), False)
+    with slot.using(turn) as agent:
+        address = agent.address("")
+    bases = np.append(numbers, np.uint64(ordinal)).astype("<u8").tobytes()
+    there = Ready(1, address, bases, bytes(8))
+    wrong = ordinal > 63
+    with pytest.raises(ProtocolError if wrong else NixlFailed, match=f"GPU {ordinal};" if wrong else "VRAM_SEG 63"):
+        slot.move(turn, end, there, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +141,7 @@ def test_nixl_moves_memory_of_a_gpu_only_if_asked_to_and_only_by_copies_that_end
     monkeypatch: pytest.MonkeyPatch, asked: bool, forced: bool, ucx: str | None, on_gpu: str, reason: str
 ) -> None:
     monkeypatch.delenv("UCX_TLS") if ucx is None else monkeypatch.setenv("UCX_TLS", ucx)
-    transport = object.__new__(nixl.NixlTransport)
+    transport = object.__new__(NixlTransport)
     transport.fabric, transport.why_not, transport.asked = "tcp", "", asked
     device = None if on_gpu == "theirs" else mock.Mock(uuid=b"mine")
     wanted = "nixl" if forced else None
@@ -130,14 +156,39 @@ def test_nixl_moves_memory_of_a_gpu_only_if_asked_to_and_only_by_copies_that_end
     meeting.close()
 
 
+def start(pair: Pair, *memories: str) -> tuple[End, End]:
+    """Start and link a prompt and a decoder, with device pools in these kinds of memory."""
+    extra, rca = {"llm.Transport": "nixl"}, {"enable_remote_cache_accessible": True}
+    at_prompt, at_decoder = ({"llm.DeviceMemory": each} for each in (*memories, "cuda")[:2])
+    pair.prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | at_prompt, **rca)
+    pair.decoder.start("DECODER", 2, extra=extra | at_decoder, **rca)
+    pair.link()
+    return pair.prompt, pair.decoder
+
+
+@pytest.mark.gpu(True)
+@pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
+@pytest.mark.parametrize("memories", [("cuda", "host"), ("host", "cuda")])
+def test_after_a_failure_of_either_sides_gpu_nothing_moves(
+    local_pair: Pair, monkeypatch: pytest.MonkeyPatch, memories: tuple[str, str], method: str
+) -> None:
+    prompt, decoder = start(local_pair, *memories)
+    source = prompt.do(make, "source", Spec(blocks=True, blocks_key=BLOCKS), 3)
+    target = decoder.do(make, "target", Spec(blocks=True), 4)
+    failed = DeviceError("cuda:0 has failed in this process", code=700, phase="copy")
+    with monkeypatch.context() as patch:  # a real failure would outlast the test
+        for each in (connection, worker):
+            patch.setattr(each, "Device", mock.Mock(open=mock.Mock(side_effect=failed)))
+        with pytest.raises(LLMException, match="cuda:0 has failed in this process"):
+            decoder.do(call, method, BLOCKS, Use("target"), [1], [0])
+    for end, name, was in ((prompt, "source", source), (decoder, "target", target)):
+        same_bytes(end.do(show, name), was)
+
+
 @pytest.mark.gpu(True)
 @pytest.mark.parametrize("device", ["cuda", "host"])
 def test_bytes_move_both_ways_between_a_gpu_and_what_the_peer_has(local_pair: Pair, device: str) -> None:
-    prompt, decoder = local_pair.prompt, local_pair.decoder
-    extra, rca = {"llm.Transport": "nixl"}, {"enable_remote_cache_accessible": True}
-    prompt.start("PROMPT", 1, listen_ip_info="127.0.0.1:0", extra=extra | {"llm.DeviceMemory": device}, **rca)
-    decoder.start("DECODER", 2, extra=extra, **rca)
-    local_pair.link()
+    prompt, decoder = start(local_pair, device)
     assert decoder.do(explain, 1).transport == "nixl"
     bytes_move_both_ways(prompt, decoder)
     for i, memory in enumerate(("pool", "private")):  # the latter is registered when it is first used

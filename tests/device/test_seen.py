@@ -18,14 +18,16 @@ NAME = "cuda:0 (Fake GPU 0)"
 
 def exported(world: World) -> dict[str, float]:
     """Return the metrics of the GPU, by name."""
-    families = StatisticsCollector(world.dd).collect()
+    families = [*StatisticsCollector(world.dd).collect()]
+    assert all(each.documentation.endswith(": max, not sum.") for each in families if "device" in each.name)
     samples = [sample for each in families for sample in each.samples if "device" in sample.labels]
     assert [each.labels for each in samples] == [{"cluster": str(world.dd.cluster_id), "device": NAME}] * 2
     return {each.name: each.value for each in samples}
 
 
-def test_pools_name_their_device_and_bytes_through_windows_are_counted_at_both_sides(gpu_pair: Pair) -> None:
-    ends = gpu_pair.start()
+@pytest.mark.parametrize("method", ["pull_blocks", "push_blocks"])
+def test_pools_name_their_device_and_windows_and_waits_are_counted_at_both_sides(gpu_pair: Pair, method: str) -> None:
+    ends = gpu_pair.start(rca=True)
     spec = Spec(tensors=2, rows=4, stride=1024, blocks=True)
     gpu_pair.prompt.do(make, "blocks", Spec(tensors=2, rows=4, stride=1024, blocks=True, blocks_key=BLOCKS), 1)
     gpu_pair.decoder.do(make, "kv", spec, 2)
@@ -36,13 +38,14 @@ def test_pools_name_their_device_and_bytes_through_windows_are_counted_at_both_s
         (row,) = instance_rows([about | {"statistics": msgspec.to_builtins(now)}])
         assert row["device"] == NAME
     before = [end.do(exported) for end in ends]
-    gpu_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
+    gpu_pair.decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2], [1, 2, 3])
     after = [end.do(exported) for end in ends]
     window_bytes, wait_seconds = (f"llm_datadist_device_{name}_total" for name in ("window_bytes", "wait_seconds"))
     grown = [now[window_bytes] - then[window_bytes] for now, then in zip(after, before, strict=True)]
     assert grown == [0 if gpu_pair.transport == "shm" else 3 * 1024 * 2] * 2
-    waited = after[0][wait_seconds] > before[0][wait_seconds]  # the first window is never there at once
-    assert waited is (gpu_pair.transport == "tcp")
+    # The first window is never there at once, nor are the last bytes.
+    waited = [now[wait_seconds] > then[wait_seconds] for now, then in zip(after, before, strict=True)]
+    assert waited == [gpu_pair.transport == "tcp"] * 2
     for end, figures in zip(ends, after, strict=True):
         (device,) = end.do(statistics).devices
         assert (device.name, device.window_bytes, device.wait_seconds) == (NAME, *figures.values())

@@ -15,13 +15,13 @@ from llm_datadist import CacheKey, LLMStatusCode
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages as wire
-from llm_datadist._links.handshake import Dial
+from llm_datadist._links.dial import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist._transfer.target import Target
-from llm_datadist._transport.lanes import MAX_LANES, dial_lanes
 from llm_datadist._transport.moves import MoveReply, MoveRequest
+from llm_datadist._transport.tcp.lanes import MAX_LANES, dial_lanes
 from llm_datadist.errors import CacheNotFound, LinkRefused
 from tests.support.ends import LocalEnd
 from tests.support.linking import bytes_move_both_ways, info, link, links

@@ -14,7 +14,7 @@ from faults.gated import watch_there
 from faults.gates import Gate
 from llm_datadist import LLMStatusCode
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.handshake import Dial, _BlockingFrames
+from llm_datadist._links.dial import Dial
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.messages import Linked, Locate
 from llm_datadist._transfer.layerwise import AddressDelivery
@@ -32,7 +32,7 @@ SETTINGS: Final = {"link_total_time": 60, "link_retry_count": 100}
 MEETING: Final[dict[str, tuple[int, type, str, bool]]] = {
     "greeted": (3, Dial, "greet", True),
     "before met": (3, Dial, "confirm", False),
-    "met": (3, _BlockingFrames, "receive", False),
+    "met": (3, Dial, "_receive", False),
     "linked": (3, Dial, "confirm", True),
     "before install": (1, LinkManager, "install", False),
     "installed": (1, LinkManager, "install", True),
@@ -50,7 +50,7 @@ def stop_at(world: World, owner: type, method: str, after: bool, folder: Path) -
     gate, original = Gate(folder), getattr(owner, method)
 
     def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        here = not gate.reached and (owner is not _BlockingFrames or args[0] is Linked)
+        here = not gate.reached and (method != "_receive" or args[0] is Linked)
         if here and not after:
             gate.pass_through()
         result = original(self, *args, **kwargs)

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from llm_datadist import _statistics_page as pages
 from llm_datadist._deadline import Deadline
-from llm_datadist._links import credentials, handshake, messages, ranktable, versions
+from llm_datadist._links import credentials, messages, ranktable, versions
 from llm_datadist._links.channel import FrameParser
 from llm_datadist._links.identity import DIALER, LISTENER, PeerSecrets, Transcript
 from llm_datadist._links.renewal import Renewal
@@ -31,8 +31,10 @@ from llm_datadist._memory.write_intents import WriteIntents
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import PlanSide, digest
 from llm_datadist._transfer import handles
-from llm_datadist._transport import address, nixl, rendezvous
-from llm_datadist._transport.shm import ShmTransport
+from llm_datadist._transport import address
+from llm_datadist._transport.nixl import messages as nixl
+from llm_datadist._transport.samehost import rendezvous
+from llm_datadist._transport.samehost.shm import ShmTransport
 from llm_datadist.integrations import references
 from llm_datadist.metrics import Statistics
 from llm_datadist.testing.scene import tensors_over
@@ -63,7 +65,7 @@ def groups() -> dict[str, Group]:
     return {
         "wire major": Group("WIRE_MAJOR of _transport/address.py", address.WIRE_MAJOR, _wire_major()),
         "protocol": Group("the newest of VERSIONS of _links/versions.py", versions.VERSIONS[1], _protocol()),
-        "rendezvous": Group("VERSION of _transport/rendezvous.py", rendezvous.VERSION, _rendezvous()),
+        "rendezvous": Group("VERSION of _transport/samehost/rendezvous.py", rendezvous.VERSION, _rendezvous()),
         "statistics page": Group("PAGE_VERSION of _statistics_page.py", pages.PAGE_VERSION, _page()),
         "grant": Group("GRANT_VERSION of types/grant.py", grants.GRANT_VERSION, _grant()),
         "reference": Group("_VERSION of integrations/references.py", int(references._VERSION), _reference()),
@@ -134,10 +136,10 @@ def _protocol() -> dict[str, Frame]:
     kinds = get_args(get_type_hints(handles.decode_handle)["return"])
     frames |= _each(kinds, handles.encode_handle, handles.decode_handle)
     for kinds, decode in (
-        (get_args(nixl._ask_decoder.type), nixl._ask_decoder.decode),
-        (get_args(nixl._Answer), nixl._decode_answer),
+        (get_args(nixl.Request), nixl.read_request),
+        (get_args(nixl.Answer), nixl.read_answer),
     ):
-        frames |= {f"nixl: {name}": each for name, each in _each(kinds, nixl._encode, decode).items()}
+        frames |= {f"nixl: {name}": each for name, each in _each(kinds, nixl.encode, decode).items()}
     for verb, write in (("read", False), ("write", True)):
         frames[f"request to {verb}"] = Frame(lane.REQUEST, partial(lane.request, write=write), lane.request_of)
     for how, secret in (("plain", b""), ("encrypted", some("a lane's secret", 32))):
@@ -152,11 +154,6 @@ def _computed() -> dict[str, Frame]:
     known = PeerSecrets()
     known.agree(b"peer", some("dialer's share", 32), some("listener's share", 32), transcript)
 
-    def secret(shares: bytes) -> bytes:
-        meeting: Any = SimpleNamespace(hear=lambda *heard: None)
-        handshake._hear(meeting, welcome, transcript, shares)
-        return cast(bytes, meeting.secret)
-
     def digests(data: bytes) -> bytes:
         plan = Plan(0, 0, 1, np.array([[0, 0, 100], [200, 200, 1500]], np.uint64), False, 1600)
         found = digest(PlanSide(plan, tensors_over(np.frombuffer(data, np.uint8)), True), None, 2**63 - 1, some("key"))
@@ -170,7 +167,7 @@ def _computed() -> dict[str, Frame]:
     table = """{"server_list": [{"server_id": "10.0.0.1", "device": [{"rank_id": "0"}]}], "versiön": 1}"""
     frames = {
         "agreed: digest of the greetings": Frame(transcript, Transcript.digest),
-        "secret of a link, of two shares": Frame(some("both shares", 64), secret),
+        "secret of a link, of two shares": Frame(some("both shares", 64), transcript.secret),
         "digest of a rank table": Frame(table, lambda value: ranktable.RankTable.parse(value).digest),
         "ports of a communicator": Frame("prefill", ports),
         "digests of a Verified": Frame(some("memory", 2000), digests),

@@ -13,7 +13,7 @@ import numpy as np
 from faults.lane_ends import BUDGET_S, deadline, next_event, one_row
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import LaneEngine, Plan, ReadAsked, WriteAsked, decode_request, encode_request
-from llm_datadist._transport import lanes
+from llm_datadist._transport.tcp import lanes
 from llm_datadist.testing.scene import tensors_over
 from tests.golden.values import some
 

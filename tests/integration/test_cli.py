@@ -182,6 +182,15 @@ def test_without_a_package_one_line_says_what_to_install(missing: str, line: str
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("line", ["doctor", "demo", "bench pull --blocks 8 --against , --passes 1"])
+def test_a_module_in_the_current_folder_is_not_run(line: str, tmp_path: Path) -> None:
+    """Regression: children that began with -m found it."""
+    (tmp_path / "msgspec.py").write_text("open('run', 'w')\nraise SystemExit(3)\n")
+    done = source.run(sys.executable, "-P", "-m", "llm_datadist.cli", *line.split(), cwd=tmp_path)
+    assert done.returncode in ((0, 1, 2) if line == "doctor" else (0,)), done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["msgspec.py"]
+
+
 def test_a_reader_that_has_ended_is_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)

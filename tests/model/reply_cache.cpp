@@ -93,9 +93,9 @@ struct ReplyCache : rl::test_suite<ReplyCache, 3> {
     }
 
     void control() {
-        // _answer (_transport/lanes.py): `group.replies.keep(`
+        // _answer (_transport/tcp/lanes.py): `group.replies.keep(`
         keep();
-        // _answer (_transport/lanes.py): `self.engine.reply(event.lane, event.id, plan, tensors, guards, tag, write=write)`
+        // _answer (_transport/tcp/lanes.py): `self.engine.reply(event.lane, event.id, plan, tensors, guards, tag, write=write)`
         // run_here (lane_thread.hpp): `const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);`
         if (kept(5)) take_turn(job[1], true);
         take_turn(job[1], false);

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from faults.nixlpeer import NixlPeerProcess, SocketConnection
 from llm_datadist._deadline import Deadline
-from llm_datadist._transport.nixl import _UNKNOWN_RECEIVER, NixlRefused, _encode
-from llm_datadist._transport.nixl_agent import Address, Agent, BytesDone, NixlFailed
+from llm_datadist._transport.nixl.agent import Agent
+from llm_datadist._transport.nixl.bindings import NixlFailed
+from llm_datadist._transport.nixl.messages import Address, NixlRefused, encode
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferFailed
 from llm_datadist.testing import Peer
 from llm_datadist.testing.conformance import ServedConformance
@@ -67,7 +68,8 @@ class TestNixl(ServedConformance):
         self, peer: Peer, connection: SocketConnection, verb: str
     ) -> None:
         """It ends after the peer was asked: the memory is registered again, and metadata are sent again."""
-        data, end = np.full(64, 3, np.uint8), connection.receiver if verb == "read" else connection.sender
+        data, server = np.full(64, 3, np.uint8), connection.server
+        slot = server.pull_receiver if verb == "read" else server.push_sender
         remote = beginning_of(peer, connection, 1, 64, writable=True)
         move = getattr(connection, verb)
         # So that either end knows the other's agent.
@@ -79,8 +81,9 @@ class TestNixl(ServedConformance):
             asked.append(data)
             if len(asked) > 1:
                 return ask(link, data, deadline)
-            answer = _encode(NixlRefused(_UNKNOWN_RECEIVER, "", False)) if verb == "read" else ask(link, data, deadline)
-            end.end()
+            unknown = encode(NixlRefused(NixlRefused.UNKNOWN, "", False))
+            answer = unknown if verb == "read" else ask(link, data, deadline)
+            slot.end()
             return answer
 
         wire.ask = ends_an_agent  # type: ignore[method-assign]
@@ -126,7 +129,7 @@ def test_a_sender_forgets_the_receivers_of_long_ago() -> None:
     def write(index: int) -> None:
         assert sender.load(receivers[index].address(""))
         here, there = (np.array([[each.ctypes.data, 64, 0]], np.uint64) for each in (source, target[index]))
-        sender.move("WRITE", receivers[index].name, here, there, lambda: None, BytesDone())
+        sender.move("WRITE", receivers[index].name, here, there, lambda: None, lambda _: None)
 
     for index in range(6):
         write(index)

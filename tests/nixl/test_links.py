@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
-from llm_datadist._transport import nixl, nixl_agent
-from llm_datadist._transport.nixl import NixlConnection, NixlWorker
+from llm_datadist._transport.nixl import agent, bindings, messages, transport
+from llm_datadist._transport.nixl.connection import NixlConnection
+from llm_datadist._transport.nixl.worker import NixlWorker
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
 from tests.support.ends import ChildEnd, End
 from tests.support.linking import SUCCESS, bytes_move_both_ways, explain, info, link, links_of, unlink
@@ -60,8 +61,8 @@ def undo(world: World) -> None:
 
 
 def forget_fabric() -> None:
-    nixl_agent.usable.cache_clear()
-    nixl_agent.fabric.cache_clear()
+    agent.usable.cache_clear()
+    agent.fabric.cache_clear()
 
 
 def set_ucx(world: World, value: str) -> None:
@@ -72,8 +73,8 @@ def set_ucx(world: World, value: str) -> None:
 def fake_rdma(world: World) -> None:
     """Let this end count as one with RDMA alone."""
     set_ucx(world, "rc")
-    patch(world).setattr(nixl, "fabric", lambda: "rdma")
-    patch(world).setattr(nixl, "usable", lambda fabric: "")
+    patch(world).setattr(transport, "fabric", lambda: "rdma")
+    patch(world).setattr(transport, "usable", lambda fabric: "")
 
 
 @contextmanager
@@ -87,32 +88,32 @@ def harmed(end: End, harm: Callable[[World], None]) -> Iterator[None]:
 
 def lose_nixl(world: World) -> None:
     """Behave as where NIXL is not installed."""
-    patch(world).setattr(nixl_agent, "installed", lambda: False)
+    patch(world).setattr(agent, "installed", lambda: False)
     forget_fabric()
 
 
 def spoil_metadata(world: World) -> None:
     """Tell peers metadata as of another version of NIXL."""
-    whole = nixl_agent.Agent.address
+    whole = agent.Agent.address
 
-    def spoilt(self: nixl_agent.Agent, known: str) -> nixl_agent.Address:
+    def spoilt(self: agent.Agent, known: str) -> messages.Address:
         address = whole(self, "")
-        return nixl_agent.Address(address.name, address.version, b"not metadata", "0.0.1")
+        return messages.Address(address.name, address.version, b"not metadata", "0.0.1")
 
-    patch(world).setattr(nixl_agent.Agent, "address", spoilt)
+    patch(world).setattr(agent.Agent, "address", spoilt)
 
 
 def end_receiver(world: World) -> None:
-    link_of(world, 2).connection.shared.receiver.end()
+    link_of(world, 2).connection.shared.server.pull_receiver.end()
 
 
 def fail_transfers(world: World) -> None:
     """Let every transfer that this end starts fail inside NIXL."""
 
-    def failing(self: nixl_agent.Agent, *_: object) -> None:
-        raise nixl_agent.NixlFailed("NIXL_ERR_BACKEND")
+    def failing(self: agent.Agent, *_: object) -> None:
+        raise bindings.NixlFailed("NIXL_ERR_BACKEND")
 
-    patch(world).setattr(nixl_agent.Agent, "move", failing)
+    patch(world).setattr(agent.Agent, "move", failing)
 
 
 def hurry_owner(world: World) -> None:
@@ -122,16 +123,16 @@ def hurry_owner(world: World) -> None:
     def hurried(self: NixlWorker, ask: Any, reply: Any) -> Any:
         return accept(self, msgspec.structs.replace(ask, budget_ms=50), reply)
 
-    def waiting(self: nixl_agent.Agent, *arguments: Any) -> None:
+    def waiting(self: agent.Agent, *arguments: Any) -> None:
         wait_until(lambda: not arguments[4]())  # which raises once it is to stop
 
     patch(world).setattr(NixlWorker, "accept", hurried)
-    patch(world).setattr(nixl_agent.Agent, "move", waiting)
+    patch(world).setattr(agent.Agent, "move", waiting)
 
 
 def load_nixl(world: World) -> None:
     """Load what another user may not be allowed to read."""
-    assert (nixl_agent.usable("tcp"), nixl_agent.package_version() != "?") == ("", True)
+    assert (agent.usable("tcp"), bindings.package_version() != "?") == ("", True)
 
 
 def link_of(world: World, peer: int) -> Any:
@@ -257,15 +258,15 @@ def test_other_transports_do_not_count_as_rdma(
     """NIXL lets UCX_TLS win over what it is told."""
     monkeypatch.setenv("UCX_TLS", transports)
     (tmp_path / "device").touch()
-    monkeypatch.setattr(nixl_agent, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(agent, "_RDMA_DEVICES", tmp_path)
     forget_fabric()
     try:
-        assert nixl_agent.usable("rdma") == f"UCX cannot use rdma: UCX_TLS={transports} is not RDMA alone"
-        assert nixl_agent.fabric() == "tcp"
+        assert agent.usable("rdma") == f"UCX cannot use rdma: UCX_TLS={transports} is not RDMA alone"
+        assert agent.fabric() == "tcp"
     finally:
         forget_fabric()
     monkeypatch.setenv("UCX_TLS", "rc_x,srd,dc,cuda_copy")
-    assert nixl_agent.ucx_transports("rdma") == "rc_x,srd,dc,cuda_copy"
+    assert bindings.ucx_transports("rdma") == "rc_x,srd,dc,cuda_copy"
 
 
 def test_rdma_alone_refuses_a_peer_without_it(tcp_pair: Pair) -> None:
@@ -349,7 +350,8 @@ def test_memory_that_was_registered_is_forgotten_by_the_agents(tcp_pair: Pair) -
 
 def _registered(world: World, peer: int) -> bool:
     connection: NixlConnection = link_of(world, peer).connection.shared
-    return any(end.agent is not None and bool(end.agent.others) for end in (connection.sender, connection.receiver))
+    slots = connection.server.push_sender, connection.server.pull_receiver
+    return any(slot.agent is not None and bool(slot.agent.others) for slot in slots)
 
 
 def test_the_programs_logging_and_output_stay_as_they_were(tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ def test_the_programs_logging_and_output_stay_as_they_were(tmp_path: Path) -> No
     script = """
 import logging, sys
 logging.basicConfig(filename=sys.argv[1], filemode="w", level="INFO")
-from llm_datadist._transport.nixl_agent import fabric, usable
+from llm_datadist._transport.nixl.agent import fabric, usable
 assert usable(fabric()) == ""
 logging.warning("still here")
 """

@@ -116,6 +116,10 @@ class Fake:
         """Let all calls work again, also after an error that no driver recovers from."""
         self._library.fakecuda_heal()
 
+    def capture(self, stream: int) -> None:
+        """Begin to capture a graph from a stream, in global mode; 0: end that."""
+        self._library.fakecuda_capture(ctypes.c_void_p(stream))
+
     def set_delay(self, microseconds: int) -> None:
         """Set the age at which work begins although no call waits for it."""
         self._library.fakecuda_set_delay(ctypes.c_long(microseconds))

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.ends import End, LocalEnd
 from tests.support.linking import SUCCESS, info, link
-from tests.support.world import baseline, settled_of
+from tests.support.moves import wait_until
+from tests.support.world import World, baseline, settled_of
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 
@@ -35,6 +36,14 @@ class Pair:
     def link(self) -> None:
         codes = self.decoder.do(link, [info(1, self.prompt.port)])
         assert codes == SUCCESS, codes
+        for end in (self.prompt, self.decoder):
+            if end.gpu:
+                end.do(imports_end)
+
+
+def imports_end(world: World) -> None:
+    """Return once the driver has answered for all memory of peers: what links say does not change by that."""
+    wait_until(lambda: all("has not answered yet" not in each.reason for each in world.dd.statistics().links))
 
 
 def pair_of(request: pytest.FixtureRequest, transport: str, *, gpu: bool = False) -> Iterator[Pair]:

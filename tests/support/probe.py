@@ -23,8 +23,8 @@ from llm_datadist._memory import pool
 from llm_datadist._memory.pool import DirectMemory, MemoryPool
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.layerwise import CacheTask
-from llm_datadist._transport.lanes import LaneGroup
-from llm_datadist._transport.nixl_agent import installed
+from llm_datadist._transport.nixl.bindings import installed
+from llm_datadist._transport.tcp.lanes import LaneGroup
 from llm_datadist.datadist import Life, LLMDataDist, life_of
 from llm_datadist.errors import StateError
 from llm_datadist.kv_cache import KvCache

@@ -12,9 +12,9 @@ from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secret
 from llm_datadist._links.identity import PeerSecrets, Transcript
 from llm_datadist._links.versions import FEATURES, VERSIONS
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
-from llm_datadist._transport import rendezvous
 from llm_datadist._transport.address import WIRE_MAJOR, other_build, preamble
-from llm_datadist._transport.lanes import LANE_PREAMBLE, MAX_LANES
+from llm_datadist._transport.samehost import rendezvous
+from llm_datadist._transport.tcp.lanes import LANE_PREAMBLE, MAX_LANES
 
 
 def offer(spoken: tuple[int, int], features: Sequence[str]) -> None:

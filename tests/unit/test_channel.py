@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast, get_args
@@ -28,9 +28,10 @@ import pytest
 from faults.fuzz.forge import HANDSHAKE, LINK, Forge
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
-from llm_datadist._links.channel import Channel, FrameParser, tune
+from llm_datadist._links.channel import TRANSITIONS, Channel, Event, FrameParser, State, tune
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.loop import ControlLoop
+from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import FRAME_HEADER, FRAME_LIMIT, Beat, Failed, Ping, UnlinkAck, decode, encode, frame
 from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._native import Requests, Waiter
@@ -566,6 +567,32 @@ def test_a_loop_that_has_stopped_ends_the_channel_at_the_next_use(control: Contr
         each.theirs.close()
 
 
+# States
+
+#: The next state for each event; "-" if the event is illegal.
+ANSWERS = """
+        BEGIN INPUT NEXT  DRAINED END   DONE  LEFT  FULL
+NEW     TURN  -     -     -       ENDED -     -     -
+FREE    -     TURN  -     -       ENDED -     -     -
+TURN    -     -     -     -       ENDED FREE  DUE   PAUSED
+DUE     -     -     TURN  -       ENDED -     -     -
+PAUSED  -     -     -     TURN    ENDED -     -     -
+ENDED   -     ENDED -     -       -     ENDED ENDED ENDED
+"""
+
+
+def test_each_event_has_an_answer_in_each_state() -> None:
+    head, *rows = (line.split() for line in ANSWERS.strip().splitlines())
+    assert (head, [row[0] for row in rows]) == ([each.name for each in Event], [each.name for each in State])
+    for state, (_, *answers) in zip(State, rows, strict=True):
+        for event, answer in zip(Event, answers, strict=True):
+            machine = Machine("channel", TRANSITIONS, state)
+            assert machine.can(event) is (answer != "-")
+            with nullcontext() if answer != "-" else pytest.raises(StateError, match="is illegal when"):
+                machine.fire(event)
+            assert machine.state is (state if answer == "-" else State[answer])
+
+
 # Turns
 
 BEATS = [Beat(number) for number in range(64)]
@@ -651,7 +678,7 @@ def test_a_peer_that_reads_nothing_is_not_served_until_it_reads_even_what_has_co
 
     ends.on_message = answer
     ends.say(*BEATS)
-    wait_until(lambda: ends.channel._paused)
+    wait_until(lambda: ends.channel.state is State.PAUSED)
     assert len(ends.heard) < 32
     assert ends.read(64 * 32) == answers * 64
     assert ends.heard == BEATS

@@ -17,11 +17,13 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL
-from llm_datadist._transport import cma, peer_memory
-from llm_datadist._transport.cma import CmaConnection, probe
+from llm_datadist._transport import users
 from llm_datadist._transport.connection import Connection
-from llm_datadist._transport.peer_memory import PeerMemory, peer_credentials
-from llm_datadist._transport.shm import ShmConnection
+from llm_datadist._transport.samehost import cma
+from llm_datadist._transport.samehost.cma import CmaConnection, probe
+from llm_datadist._transport.samehost.peer_memory import PeerMemory
+from llm_datadist._transport.samehost.shm import ShmConnection
+from llm_datadist._transport.users import peer_credentials
 from llm_datadist.errors import LinkRefused, PeerLost, StateError
 from llm_datadist.testing import PeerProcess
 from llm_datadist.testing.scene import one_row, residue, settled, tensors_over, unchanged
@@ -106,9 +108,9 @@ def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_writt
 
 @pytest.mark.parametrize("same_namespace", [True, False])
 def test_the_number_of_unknown_users_is_no_user(monkeypatch: pytest.MonkeyPatch, same_namespace: bool) -> None:
-    monkeypatch.setattr(peer_memory, "_overflow_uid", os.geteuid)
+    monkeypatch.setattr(users, "_overflow_uid", os.geteuid)
     if not same_namespace:
-        monkeypatch.setattr(peer_memory, "_shares_users", lambda pid: False)
+        monkeypatch.setattr(users, "_shares_users", lambda pid: False)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         if same_namespace:

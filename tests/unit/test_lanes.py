@@ -27,11 +27,11 @@ from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request, usable_cpus
 from llm_datadist._native.plan import split_plan
-from llm_datadist._transport import lanes as transport
 from llm_datadist._transport.connection import Connection, MemoryChanged
-from llm_datadist._transport.lanes import LANE_PREAMBLE, Lanes, LaneSocket, accept_lane, bulk_lanes, dial_lanes
 from llm_datadist._transport.moves import MoveReply, MoveRequest, decode_request
-from llm_datadist._transport.tcp import TcpConnection
+from llm_datadist._transport.tcp import lanes as transport
+from llm_datadist._transport.tcp.connection import TcpConnection
+from llm_datadist._transport.tcp.lanes import LANE_PREAMBLE, Lanes, LaneSocket, accept_lane, bulk_lanes, dial_lanes
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing.peers import loop_thread
 from llm_datadist.testing.scene import tensors_over

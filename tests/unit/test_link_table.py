@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._links.link import TRANSITIONS, USABLE, Link, LinkEvent, LinkMachine, LinkOrigin, LinkState, Peer
+from llm_datadist._links.link import TRANSITIONS, USABLE, Link, LinkEvent, LinkOrigin, LinkState, Peer
+from llm_datadist._links.machine import Machine
 from llm_datadist._links.table import LinkTable
 from llm_datadist._links.versions import Spoken
 from llm_datadist._transport.choose import Choice
@@ -210,9 +211,8 @@ def test_r22_what_this_end_unlinked_does_not_come_back_by_a_redial_until_somebod
 @pytest.mark.parametrize("event", LinkEvent)
 @pytest.mark.parametrize("state", LinkState)
 def test_every_pair_of_state_and_event(state: LinkState, event: LinkEvent) -> None:
-    machine = LinkMachine("link to somebody")
-    machine.state = state
-    target = TRANSITIONS.get((state, event))
+    machine = Machine("link to somebody", TRANSITIONS, state)
+    target = TRANSITIONS[state].get(event)
     assert machine.can(event) == (target is not None)
     assert (state in USABLE) == (state.name in ("READY", "SUSPECT")), "operations may start in these only"
     if target is not None:
@@ -226,7 +226,7 @@ def test_every_pair_of_state_and_event(state: LinkState, event: LinkEvent) -> No
 
 
 def test_the_story_tells_the_last_sixteen_events() -> None:
-    machine = LinkMachine("x")
+    machine = Machine("x", TRANSITIONS, LinkState.CLOSED)
     for event in (LinkEvent.HELLO, LinkEvent.READY, *[LinkEvent.SILENT, LinkEvent.HEARD] * 7):
         machine.fire(event)
     events = ["hello -> handshake", "ready -> ready", *["silent -> suspect", "heard -> ready"] * 7]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llm_datadist._links.handshake import listening_socket
+from llm_datadist._links.listener import listening_socket
 from llm_datadist._native import Stream
 from llm_datadist.bench.worker import Busy
 

@@ -19,35 +19,33 @@ import msgspec
 import numpy as np
 import pytest
 
-from faults.fuzz.nixl import TAG, StillAgent, answer_of, ask, serving
+from faults.fuzz.nixl import TAG, StillAgent, ask, serving
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.public_call import public_call, put_off
-from llm_datadist._transport import nixl
 from llm_datadist._transport.moves import MoveReply
-from llm_datadist._transport.nixl import (
-    _AGAIN,
-    _OVERDUE,
+from llm_datadist._transport.nixl.bindings import NixlFailed
+from llm_datadist._transport.nixl.connection import NixlConnection
+from llm_datadist._transport.nixl.messages import (
+    Address,
     Ask,
     Done,
     Moved,
-    NixlConnection,
     NixlRefused,
-    NixlTransport,
     Ready,
-    _common,
+    encode,
+    read_answer,
+    read_request,
 )
-from llm_datadist._transport.nixl_agent import Address, NixlFailed
-from llm_datadist._transport.peer_memory import why_other_user
+from llm_datadist._transport.nixl.transport import NixlTransport, common_fabric
 from llm_datadist._transport.transport import Context, Meeting
+from llm_datadist._transport.users import why_other_user
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError
 from llm_datadist.testing.scene import tensors_over
 from tests.support.linking import has_ipv6
 from tests.support.moves import wait_until
-
-encode = msgspec.msgpack.Encoder().encode
 
 
 def in_time(call: Callable[..., object], *arguments: object) -> bool:
@@ -80,7 +78,7 @@ def test_a_peer_never_chooses_nixl_over_tcp_or_without_credentials_for_this_end(
     meeting.hear({"nixl": theirs.encode()}, None, bytes(16), "the peer", 1)
     if used:
         assert meeting.choose().name == "nixl"
-        assert _common(mine, theirs) == used
+        assert common_fabric(mine, theirs) == used
     else:
         with pytest.raises(LinkRefused, match=r"not nixl: (this side does not ask for it|not here)"):
             meeting.choose()
@@ -150,7 +148,8 @@ class Owner:
     """The owner's end of a connection, and what it has answered."""
 
     def __init__(self, connection: NixlConnection) -> None:
-        self.connection, self.server, self.pushed = connection, connection.server, connection.pushed
+        self.connection, self.server = connection, connection.server
+        self.push_receiver = connection.server.push_receiver
         self.answers: list[bytes] = []
 
     def hear(self, *requests: Ask | Done) -> None:
@@ -160,7 +159,7 @@ class Owner:
     def said(self, count: int = 1) -> list[Ready | Moved | NixlRefused]:
         """Wait for so many answers; return all."""
         wait_until(lambda: len(self.answers) >= count)
-        return [answer_of(each) for each in self.answers]
+        return [read_answer(each) for each in self.answers]
 
 
 @contextmanager
@@ -203,11 +202,11 @@ def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_wr
     with owner() as end:
         end.hear(PUSH)
         end.said()
-        with end.pushed.using(lambda: 1.0) as before:
-            assert end.pushed.users == 1
+        with end.push_receiver.using(lambda: 1.0) as before:
+            assert end.push_receiver.users == 1
         end.server.quiesce(TAG)
-        with end.pushed.using(lambda: 1.0) as after:
-            assert (end.pushed.users, after is before) == (0, False)
+        with end.push_receiver.using(lambda: 1.0) as after:
+            assert (end.push_receiver.users, after is before) == (0, False)
         end.hear(PUSHED)
         refused = end.said(2)[1]
         assert isinstance(refused, NixlRefused)
@@ -217,10 +216,10 @@ def test_memory_that_was_taken_back_is_refused_and_ends_the_receiver_that_was_wr
 @pytest.mark.parametrize(
     ("write", "agent", "budget_ms", "taken_back", "code"),
     [
-        (False, SlowAgent, 1, False, _OVERDUE),
+        (False, SlowAgent, 1, False, NixlRefused.OVERDUE),
         (False, SlowAgent, 60_000, True, CHANGED),
         (False, FailingAgent, 60_000, False, LOST),
-        (True, StillAgent, 1, False, _OVERDUE),
+        (True, StillAgent, 1, False, NixlRefused.OVERDUE),
         (True, StillAgent, 60_000, True, TORN),
     ],
 )
@@ -234,7 +233,7 @@ def test_the_owner_says_whether_time_memory_or_nixl_ended_a_transfer(
             end.server.quiesce(TAG)
         refused = end.said()[0]
         if isinstance(refused, Ready):  # a push, whose time was not over before
-            wait_until(lambda: not end.server.served)
+            wait_until(lambda: not end.server.requests)
             end.hear(PUSHED)
             refused = end.said(2)[1]
     assert isinstance(refused, NixlRefused)
@@ -245,7 +244,7 @@ def test_a_push_whose_receiver_ended_for_the_sake_of_another_is_asked_for_again(
     with owner(NamedAgent) as end:
         end.hear(PUSH, ask(2, write=True), Done(1, good=False), Done(2, good=True))
         codes = [each.code for each in end.said(4)[2:] if isinstance(each, NixlRefused)]
-    assert codes == [LOST, _AGAIN]
+    assert codes == [LOST, NixlRefused.AGAIN]
 
 
 def test_a_peer_reads_by_itself_only_where_rdma_keys_hold_it() -> None:
@@ -272,8 +271,8 @@ def test_nothing_waits_for_a_thread_that_has_ended() -> None:
         end.hear(PUSH)
         assert in_time(end.server.join)
         end.hear(ask(2, write=True))
-        assert end.server.served == {}
-        end.pushed.users = 0
+        assert end.server.requests == {}
+        end.push_receiver.users = 0
 
 
 class CountingAgent(NamedAgent):
@@ -304,7 +303,7 @@ def test_memory_is_taken_back_beside_a_pull_of_which_nothing_moves(held: bool) -
         assert MOVING.wait(10)
         assert in_time(end.server.quiesce, TAG)
         if held:
-            assert end.pushed.users == 0
+            assert end.push_receiver.users == 0
         assert in_time(end.server.quiesce, 8)
         end.said(2)
 
@@ -319,10 +318,10 @@ def test_a_finalizer_in_the_thread_that_serves_takes_memory_back_and_ends_the_li
 
         def give_back() -> None:
             end.server.quiesce(TAG)
-            seen.append((end.pushed.users, end.pushed.is_agent(granted.receiver.name)))
+            seen.append((end.push_receiver.users, end.push_receiver.is_agent(granted.receiver.name)))
             end.connection.abort()
             end.server.join()
-            seen.append(end.pushed._closed)
+            seen.append(end.push_receiver._closed)
 
         @public_call
         def finalizer(data: bytes) -> None:
@@ -338,7 +337,7 @@ def test_pushed_bytes_come_in_while_the_owner_waits_for_its_sender() -> None:
     with owner(CountingAgent) as end:
         end.hear(PUSH)
         end.said()
-        with end.connection.sender.using(lambda: 1.0):
+        with end.server.push_sender.using(lambda: 1.0):
             end.hear(ask(2))
             wait_until(end.server._queue.empty)
             before = CountingAgent.polls
@@ -368,22 +367,22 @@ def test_a_link_without_its_thread_ends() -> None:
         assert in_time(end.server.quiesce, TAG)
         end.connection.abort()
         assert in_time(end.server.join)
-        assert end.connection.sender._closed
+        assert end.server.push_sender._closed
 
 
 def test_memory_that_a_transfer_uses_is_forgotten_once_it_is_over() -> None:
     with serving(CountingAgent) as connection:
-        with connection.sender.using(lambda: 1.0) as agent:
-            assert in_time(connection.sender.forget, [1])
-            assert connection.sender.is_agent(agent.name)
-        assert not connection.sender.is_agent(agent.name)
+        with connection.server.push_sender.using(lambda: 1.0) as agent:
+            assert in_time(connection.server.push_sender.forget, [1])
+            assert connection.server.push_sender.is_agent(agent.name)
+        assert not connection.server.push_sender.is_agent(agent.name)
 
 
 def test_memory_that_is_forgotten_at_the_last_moment_of_a_transfer_is_forgotten_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(CountingAgent) as connection:
-        slot = connection.sender
+        slot = connection.server.push_sender
         end_retired = slot._end_retired
 
         def then_forget() -> None:
@@ -407,18 +406,18 @@ class Peer:
         self.told: list[object] = []
 
     def ask(self, link: object, data: bytes, deadline: Deadline) -> bytes:
-        if isinstance(request := nixl._ask_decoder.decode(data), Ask):
+        if isinstance(request := read_request(data), Ask):
             return encode(Ready(request.move, Address("theirs", 1, b"metadata", "1"), bytes(8), bytes(8)))
         return encode(self._answer)
 
     def tell(self, link: object, data: bytes) -> None:
-        self.told.append(nixl._ask_decoder.decode(data))
+        self.told.append(read_request(data))
 
 
 def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
     context = Context(mock.sentinel.no_options, mock.Mock(regions={}), mock.sentinel.nobody, peer)
     with (
-        mock.patch("llm_datadist._transport.nixl.Agent", agent),
+        mock.patch("llm_datadist._transport.nixl.slots.Agent", agent),
         NixlConnection(context, "tcp", writable=True) as connection,
     ):
         remote = connection.map(np.array([NON_POOL], np.uint32), np.zeros(1, np.uint64), 64, writable=True)

@@ -17,9 +17,10 @@ from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._native import Ending, Outcome
 from llm_datadist._statistics_page import PAGE_VERSION, cleaned
 from llm_datadist._transfer.handles import decode_handle
-from llm_datadist._transport import nixl, rendezvous
 from llm_datadist._transport.moves import refusal, status_of
-from llm_datadist._transport.nixl_agent import NixlFailed
+from llm_datadist._transport.nixl.bindings import NixlFailed
+from llm_datadist._transport.nixl.messages import read_answer
+from llm_datadist._transport.samehost import rendezvous
 from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.errors import AuthFailed, LLMException, ProtocolError
 
@@ -82,7 +83,7 @@ def test_what_is_no_message_is_named_in_one_printable_line() -> None:
         (rendezvous.decode, {"type": "refusal", "reason": 1, EVIL: 1}),
         (decode_handle, [EVIL]),
         (decode_geometry, geometry),
-        (nixl._answer_of, [EVIL]),
+        (read_answer, [EVIL]),
     ):
         text = text_of(ProtocolError, decode, msgspec.msgpack.encode(value))
         assert text.isprintable(), decode

@@ -26,12 +26,12 @@ from llm_datadist._memory.cuda import CudaDevice, DeviceSegment
 from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import DeviceMemory, readable
-from llm_datadist._transport import peer_memory, rendezvous, samehost
 from llm_datadist._transport.choose import Choice, Verdict, choose, yield_to
-from llm_datadist._transport.peer_memory import PeerMemory
 from llm_datadist._transport.registry import ORDER
-from llm_datadist._transport.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
-from llm_datadist._transport.samehost import SameHostListener, exchange_memory
+from llm_datadist._transport.samehost import listener, peer_memory, rendezvous
+from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
+from llm_datadist._transport.samehost.peer_memory import PeerMemory
+from llm_datadist._transport.samehost.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled
@@ -102,7 +102,7 @@ class Stage:
         """Return a connected socket that speaks as the test wants."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(10)
-        sock.connect(samehost._address(self.listener.name))
+        sock.connect(listener._address(self.listener.name))
         return sock
 
     def hello(self, **changes: Any) -> RendezvousHello:
@@ -312,7 +312,7 @@ def test_a_silent_peer_is_dropped() -> None:
 
 
 def test_no_more_than_64_silent_peers(stage: Stage) -> None:
-    sockets = [stage.raw() for _ in range(samehost.MAX_PENDING)]
+    sockets = [stage.raw() for _ in range(listener.MAX_PENDING)]
     stage.pending(64)
     with stage.raw() as one_more:
         assert "have not said anything yet" in str(decode(one_more.recv(1000)))
@@ -616,7 +616,7 @@ def test_a_descriptor_of_a_stranger_stops_no_listener(option: int, monkeypatch: 
     monkeypatch.setattr(rendezvous, "SO_PASSRIGHTS", option)
     with staged() as stage, lingering() as (fd, receiver):
         with stage.raw() as sock, monkeypatch.context() as strange:
-            strange.setattr(samehost, "peer_credentials", Mock(side_effect=LinkRefused("a stranger")))
+            strange.setattr(listener, "peer_credentials", Mock(side_effect=LinkRefused("a stranger")))
             with stage.held():
                 try:
                     socket.send_fds(sock, [b"x"], [fd])

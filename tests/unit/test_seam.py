@@ -14,7 +14,7 @@ import llm_datadist
 from llm_datadist import LLMDataDist, LLMRole, _option_kinds
 from llm_datadist._transport import instances
 from llm_datadist._transport.registry import ORDER, Transports
-from llm_datadist._transport.tcp import TcpTransport
+from llm_datadist._transport.tcp.connection import TcpTransport
 from llm_datadist.errors import LinkRefused, LLMException
 from tests.support.world import make_config
 

@@ -17,7 +17,7 @@ from servers import Connector, Role
 __all__ = ["MAX_TOKENS", "engine", "sampling"]
 
 MAX_TOKENS = 768
-#: Of the smallest ring: one request of blocks of 128 tokens, four layers, K and V of two heads of 64 floats.
+#: Of the smallest pool: one request of blocks of 128 tokens, four layers, K and V of two heads of 64 floats.
 STAGING_BYTES = MAX_TOKENS * 4 * 2 * 2 * 64 * 4
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError
+from llm_datadist.integrations.request_states import Offer
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 from tests.support import fakecuda
@@ -56,7 +57,7 @@ def test_grants_wait_for_their_step_and_fetches_for_earlier_ones_without_vllm(pa
     step = threading.Thread(target=lambda: found.append(prefill.prefill("one", {"do_remote_decode": True}, [1, 2, 3])))
     step.start()
     assert Stream.current.awaited.wait(60)
-    assert "one" in prefill.scheduler.granted, "the step was submitted"
+    assert prefill.scheduler.requests["one"].offer is Offer.GRANTED, "the step was submitted"
     assert not prefill.worker.given
     Stream.current.go_on()
     step.join(60)

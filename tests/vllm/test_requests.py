@@ -172,7 +172,7 @@ class Engine:
 
     def unoffered(self, name: str) -> dict[str, Any]:
         """Return what a decode engine would be given, had the offer of a running request been handed out."""
-        return {"do_remote_prefill": True, "datadist": self.scheduler.granted[name].reference}
+        return {"do_remote_prefill": True, "datadist": self.scheduler.requests[name].reference}
 
     def fetched(self, name: str, params: Any, blocks: list[int]) -> bool:
         assert self.decode(name, params, blocks)

@@ -1,4 +1,4 @@
-"""Two real engines with the smallest rings, in two processes: the tokens are those of one engine that computes all."""
+"""Two real engines with the fewest slots, in two processes: the tokens are those of one engine that computes all."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def pair(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Pair]:
 def test_the_tokens_are_those_of_one_engine_and_others_from_wrong_slots(
     pair: Pair, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each prompt needs slots of the smallest ring that the one before has given back."""
+    """Each prompt needs slots of the smallest pool that the one before has given back."""
     (prompt,) = prompts(1, length)
     expected = pair.tokens(prompt)
     assert pair.fetched(prompt) == expected

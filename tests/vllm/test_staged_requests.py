@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from vllm.v1.request import Request, RequestStatus
 
+from llm_datadist.integrations.request_states import Offer
 from llm_datadist.integrations.vllm.offers import ClaimedRequests
 from llm_datadist.integrations.vllm.staging import PortableCopier
 from tests.vllm.test_requests import BLOCKS, TOKENS, Engine, asked
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llm_datadist.integrations.vllm.scheduler import Scheduler
-    from llm_datadist.integrations.vllm.staging import Ring
+    from llm_datadist.integrations.vllm.staging import SlotPool
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-#: Slots of the smallest ring: one request with as many tokens as there are blocks for.
+#: Slots of the smallest pool: one request with as many tokens as there are blocks for.
 SLOTS = BLOCKS
 SLOT_BYTES = 2 * TOKENS * 64
 NAN = -1  # four such bytes are a NaN, two are a NaN of 16 bits
@@ -66,7 +67,7 @@ class GatedCopier(DelayedCopier):
         self.reached, self.gate = threading.Event(), threading.Event()
 
     def save(self, blocks: list[int], slots: list[int]) -> None:
-        if self.scheduler.granted:
+        if any(each.offer is Offer.GRANTED for each in self.scheduler.requests.values()):
             self.reached.set()
             assert self.gate.wait(60)
         super().save(blocks, slots)
@@ -95,16 +96,16 @@ class StagedEngine(Engine):
     def _poison_freed_slots(self) -> None:
         """Fill slots that the scheduler takes back."""
         memory = self.portable.slots["layer"]
-        for ring in (self.scheduler.offering, self.scheduler.fetching):
+        for pool in (self.scheduler.offering, self.scheduler.fetching):
 
-            def poisoned(request: str, ring: Ring = ring, free: Callable[[str], None] = ring.free) -> None:
-                for _, slots in ring.held.get(request, ()):
+            def poisoned(request: str, pool: SlotPool = pool, free: Callable[[str], None] = pool.free) -> None:
+                for _, slots in pool.held.get(request, ()):
                     memory[slots] = NAN
                     if memory.is_cuda:
                         torch.cuda.synchronize()
                 free(request)
 
-            ring.free = poisoned  # type: ignore[method-assign]
+            pool.free = poisoned  # type: ignore[method-assign]
 
     def comes(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
@@ -322,7 +323,7 @@ def test_slots_are_free_after_an_abort_at_any_time(make: Callable[..., StagedEng
     prefill.abort(requests[0])
     assert prefill.is_idle()
     prefill.ends = False  # requests go on to decode here
-    until(lambda: "r1" in prefill.scheduler.granted, lambda: prefill.run(kv_of))
+    until(lambda: prefill.scheduler.requests["r1"].offer is Offer.GRANTED, lambda: prefill.run(kv_of))
     reference = prefill.unoffered("r1")
     prefill.abort(requests[1])
     assert prefill.is_idle()

@@ -22,7 +22,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.integrations.vllm import staging
 from llm_datadist.integrations.vllm.staging import (
     PortableCopier,
-    Ring,
+    SlotPool,
     block_rows,
     blocks_of,
     make_copier,
@@ -49,7 +49,7 @@ class RingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ring = Ring(range(SLOTS))
+        self.slot_pool = SlotPool(range(SLOTS))
         self.queue: deque[tuple[str, int]] = deque()
         self.held: dict[str, list[int]] = {}
         self.made = 0
@@ -57,7 +57,7 @@ class RingMachine(RuleBasedStateMachine):
     def take(self, name: str, count: int) -> list[int]:
         """Ask for blocks of two groups."""
         wanted = [(3, 3 + count // 2), (0, count - count // 2)]
-        found = self.ring.take(name, wanted)
+        found = self.slot_pool.take(name, wanted)
         assert not found or [(first, first + len(slots)) for first, slots in found] == wanted
         return [slot for _, slots in found for slot in slots]
 
@@ -83,14 +83,14 @@ class RingMachine(RuleBasedStateMachine):
                 free -= count
                 self.held[name] = slots
         self.queue.extendleft(reversed(waits))
-        self.ring.closed = False
+        self.slot_pool.closed = False
 
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
         if self.held:
             name = data.draw(st.sampled_from(sorted(self.held)))
-            self.ring.free(name)
-            self.ring.free(name)  # idempotent
+            self.slot_pool.free(name)
+            self.slot_pool.free(name)  # idempotent
             del self.held[name]
 
     @rule(data=st.data(), count=st.integers(1, SLOTS))
@@ -107,14 +107,14 @@ class RingMachine(RuleBasedStateMachine):
             self.held[name] = slots
             assert len(slots) == count
             assert count != len(before) or slots == before
-        self.ring.closed = False
+        self.slot_pool.closed = False
 
     @rule(data=st.data())
     def leaves_the_queue(self, data: st.DataObject) -> None:
         if self.queue:
             gone = data.draw(st.sampled_from(sorted(self.queue)))
             self.queue.remove(gone)
-            self.ring.free(gone[0])
+            self.slot_pool.free(gone[0])
 
     @invariant()
     def no_slot_has_two_requests(self) -> None:
@@ -126,7 +126,7 @@ class RingMachine(RuleBasedStateMachine):
         """Whoever waits gets its slots once those that have some end."""
         while self.queue:
             for name in list(self.held):
-                self.ring.free(name)
+                self.slot_pool.free(name)
                 del self.held[name]
             before = len(self.queue)
             self.step(8)
@@ -284,14 +284,14 @@ def test_no_request_needs_more_blocks_than_the_ring_is_sized_for(window: int) ->
 
 
 def test_each_block_is_saved_once() -> None:
-    ring = Ring(range(9))
-    (_, whole), (_, window) = ring.take("one", [(0, 6), (4, 6)])
+    slot_pool = SlotPool(range(9))
+    (_, whole), (_, window) = slot_pool.take("one", [(0, 6), (4, 6)])
     blocks = [[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]]
-    assert ring.save("one", [each[:3] for each in blocks], 2) == [(10, whole[0]), (11, whole[1])]
-    found = ring.save("one", blocks, 5)
+    assert slot_pool.save("one", [each[:3] for each in blocks], 2) == [(10, whole[0]), (11, whole[1])]
+    found = slot_pool.save("one", blocks, 5)
     assert found == [(12, whole[2]), (13, whole[3]), (14, whole[4]), (24, window[0])]
-    assert ring.save("one", blocks, 5) == []
-    assert ring.save("one", blocks, 6) == [(15, whole[5]), (25, window[1])]
-    ring.free("one")
-    assert ring.take("one", [(0, 6), (4, 6)])
-    assert [block for block, _ in ring.save("one", blocks, 1)] == [10], "other slots may have other bytes"
+    assert slot_pool.save("one", blocks, 5) == []
+    assert slot_pool.save("one", blocks, 6) == [(15, whole[5]), (25, window[1])]
+    slot_pool.free("one")
+    assert slot_pool.take("one", [(0, 6), (4, 6)])
+    assert [block for block, _ in slot_pool.save("one", blocks, 1)] == [10], "other slots may have other bytes"

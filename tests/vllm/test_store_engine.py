@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from five_cases import prompts
-from llm_datadist.integrations.vllm.staging import PortableCopier, Ring
+from llm_datadist.integrations.vllm.staging import PortableCopier, SlotPool
 from llm_datadist.store import StoreClient
 from model import build
 from tests.vllm.latent import build_latent
@@ -290,7 +290,7 @@ STAGED: dict[str, Any] = {"staging": True, "staging_bytes": 2 * 2304 * 4 * 2 * 2
 
 def delay_copies(patch: pytest.MonkeyPatch) -> None:
     """Copy in another thread, a little later; fill slots with NaN when they are free again."""
-    source, free = random.Random(1), Ring.free
+    source, free = random.Random(1), SlotPool.free
     copiers: list[PortableCopier] = []
 
     def later(name: str) -> None:
@@ -304,7 +304,7 @@ def delay_copies(patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(PortableCopier, name, begin)
 
-    def poison(self: Ring, request: str) -> None:
+    def poison(self: SlotPool, request: str) -> None:
         for view in copiers[0].slots.values() if copiers else ():
             for _, slots in self.held.get(request, ()):
                 view[slots] = float("nan")
@@ -312,7 +312,7 @@ def delay_copies(patch: pytest.MonkeyPatch) -> None:
 
     later("save")
     later("load")
-    patch.setattr(Ring, "free", poison)
+    patch.setattr(SlotPool, "free", poison)
 
 
 @pytest.fixture(scope="module")

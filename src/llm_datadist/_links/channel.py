@@ -1,7 +1,8 @@
 """The control channel of a link: framed messages on one non-blocking socket, without an asyncio transport.
 
 Any thread sends; a bounded backlog holds what the kernel refuses. One thread at a time holds the *reader role*, the
-right to take input. A waiting caller takes it if it is free, so neither request nor answer costs a thread hop.
+right to take input. A waiting caller takes it if it is free, so neither request nor answer costs a thread hop. What the
+control thread does with the role is the table :data:`TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import ANSWERS, FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
 from llm_datadist._log import logger
 from llm_datadist._native import Stream
@@ -82,6 +86,42 @@ class FrameParser:
         return bytes(self._buffer)
 
 
+class State(IntEnum):  # integers: another Enum's hash is Python code
+    """Use of the reader role by the control thread."""
+
+    NEW = 0  # it keeps the role until begin()
+    FREE = 1  # the role is free, and epoll reports input; or a caller has the role
+    TURN = 2  # it has the role, and handles messages
+    DUE = 3  # messages are left: it keeps the role until its next turn
+    PAUSED = 4  # the peer leaves much unread: it keeps the role, and takes no input, until the peer reads
+    ENDED = 5  # a turn, or a caller, that still has the role closes the socket
+
+
+class Event(IntEnum):
+    BEGIN = 0
+    INPUT = 1  # it has taken the role, because there is input
+    NEXT = 2  # its next turn has come
+    DRAINED = 3  # little is unsent
+    END = 4  # the stream was shut
+    DONE = 5  # result of a turn: no whole message is left
+    LEFT = 6  # result of a turn: messages are left
+    FULL = 7  # result of a turn: much is unsent
+
+
+_S, _E = State, Event
+TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
+    _S.NEW: {_E.BEGIN: _S.TURN, _E.END: _S.ENDED},
+    _S.FREE: {_E.INPUT: _S.TURN, _E.END: _S.ENDED},
+    _S.TURN: {_E.DONE: _S.FREE, _E.LEFT: _S.DUE, _E.FULL: _S.PAUSED, _E.END: _S.ENDED},
+    _S.DUE: {_E.NEXT: _S.TURN, _E.END: _S.ENDED},
+    _S.PAUSED: {_E.DRAINED: _S.TURN, _E.END: _S.ENDED},
+    # The turn in which it ended has its result; after the loop's stop another thread may have ended it just before.
+    _S.ENDED: {_E.INPUT: _S.ENDED, _E.DONE: _S.ENDED, _E.LEFT: _S.ENDED, _E.FULL: _S.ENDED},
+}
+#: The control thread has the role, but no turn runs that would close the socket.
+_KEPT: Final = (_S.NEW, _S.DUE, _S.PAUSED)
+
+
 class Channel:
     """The framed connection of one link, encrypted if it has a ``tls``.
 
@@ -90,8 +130,9 @@ class Channel:
     leaves is served after all other channels had theirs.
 
     Owns: the socket, which the last reader closes.
-    Threads: any for ``begin``, ``send``, ``wait``, ``close``; the control thread for the rest. If that has stopped, the
-        calling thread ends the channel.
+    Threads: any for ``begin``, ``send``, ``wait``, ``close``; the control thread for the rest, the machine too. If that
+        has stopped, the calling thread ends the channel. The role, the backlog and the end are the stream's, each call
+        of which is one step for all threads: its first ``shut`` alone ends the channel.
     Errors: a bad frame, tampering or an exception of a handler ends the channel.
     """
 
@@ -112,15 +153,16 @@ class Channel:
         self._requests = requests
         self._tls = tls
         self._order = threading.Lock()  # of encrypted records
-        # With the reader role, which the control thread keeps while `_parked`.
+        self._machine = Machine("channel", TRANSITIONS, State.NEW)
         self._stream = Stream(
             sock.fileno(), control.epoll(), ANSWERS, FRAME_LIMIT, *(() if tls is None else (_ENCRYPTED_BYTES,))
         )
-        # For the control thread.
-        self._parked = True  # cannot read: before begin, and while the peer is not read
-        self._flushing = False
-        self._paused = False
+        self._flushing = False  # the loop waits for the kernel to take more
         self.reason = ""  # of the end; any thread sets the first one
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
 
     @property
     def being_read(self) -> bool:
@@ -128,9 +170,8 @@ class Channel:
         return self._stream.held
 
     def send_first(self, first: Message) -> None:
-        """Queue the first message before :meth:`begin`."""
+        """Queue the first message before :meth:`begin`, which sends it."""
         self._put(frame(first), now=False)
-        self._flushing = True
 
     def begin(self, leftover: bytes = b"") -> None:
         """Start; ``leftover`` was received, and decrypted, before."""
@@ -154,19 +195,17 @@ class Channel:
 
     @whole  # what is encrypted must be sent
     def _put_encrypted(self, data: bytes, now: bool, reports: Requests | None) -> int | None:
-        with self._order:
-            return self._stream.send(self._encrypted(data), now, reports)
-
-    def _encrypted(self, data: bytes) -> bytes:
         """Raise NotLinked after tampering."""
         assert self._tls is not None
-        try:
-            return self._tls.encrypt(data)
-        except AuthFailed as error:  # the reader ends this channel
-            raise NotLinked(f"the control channel was tampered with: {error}") from None
+        with self._order:
+            try:
+                data = self._tls.encrypt(data)
+            except AuthFailed as error:  # the reader ends this channel
+                raise NotLinked(f"the control channel was tampered with: {error}") from None
+            return self._stream.send(data, now, reports)
 
     def _begin_flush(self) -> None:
-        if self._stream.open:
+        if self._stream.open and self._stream.unsent and self.state is not State.NEW:
             self._flushing = True
             self._control.loop.add_writer(self._socket.fileno(), self._flush)
 
@@ -174,27 +213,25 @@ class Channel:
         if not self._stream.flush():
             self._flushing = False
             self._control.loop.remove_writer(self._socket.fileno())
-            if self._stream.unsent:  # since the flush; its sender has not seen the change
-                self._begin_flush()
-        if self._paused and self._stream.unsent <= _PAUSE_BYTES:
-            self._paused = False
-            self._take_turn()
+            self._begin_flush()  # of what came since; its sender has not seen the change
+        if self._stream.unsent <= _PAUSE_BYTES:
+            self._resume(Event.DRAINED)
 
     def _begin(self, leftover: bytes) -> None:
-        if not self._stream.open:
-            return
-        if self._flushing:
+        if self._machine.can(Event.BEGIN):
+            self._machine.fire(Event.BEGIN)
             self._begin_flush()
-        self._stream.feed(leftover)
-        self._control.serve(self._socket, self._readable)
-        self._take_turn()
+            self._stream.feed(leftover)
+            self._control.serve(self._socket, self._readable)
+            self._turn()
 
     def _readable(self) -> None:
         if not self._stream.take_role():
-            return  # a caller has it
+            return  # a caller has it, or this thread keeps it
+        self._machine.fire(Event.INPUT)
         if self._stream.deliver(self._requests):  # else a caller has left a message
             self._receive()
-        self._take_turn()
+        self._turn()
 
     def _receive(self) -> None:
         try:
@@ -205,33 +242,35 @@ class Channel:
         except Exception as error:  # noqa: BLE001 (also a lack of memory: bytes are lost)
             self._finish(_reason(error))
 
-    def _take_turn(self) -> None:
-        """With the reader role: handle some frames, then give the role up, or keep it for the next turn."""
-        self._parked = False
-        if self._dispatch():
-            self._leave_role()
-            return
-        self._parked = True
-        if self._paused:
-            self._stream.watch(watched=False)
-        else:
-            self._control.go_on(self._take_turn)
+    def _resume(self, event: Event) -> None:
+        if self._machine.can(event):
+            self._machine.fire(event)
+            self._turn()
 
-    def _dispatch(self) -> bool:
-        """Dispatch the complete frames of one turn; return False if some are left, or the peer leaves too much unread.
+    def _turn(self) -> None:
+        """With the reader role: handle some frames, then give the role up, or keep it."""
+        state = self._machine.fire(self._dispatch())
+        if state is State.DUE:
+            self._control.go_on(partial(self._resume, Event.NEXT))
+        elif state is State.PAUSED:
+            self._stream.watch(watched=False)
+        elif self._stream.leave_role():
+            self.close_files()
+
+    def _dispatch(self) -> Event:
+        """Dispatch the complete frames of one turn; return its result.
 
         One message ends the turn if it took too long, so each should cost less than a millisecond.
         """
         handled, end = 0, time.perf_counter() + _TURN_SECONDS
         try:
             while self._stream.open:
-                self._paused = self._stream.unsent > _PAUSE_BYTES
-                if self._paused:
-                    return False
+                if self._stream.unsent > _PAUSE_BYTES:
+                    return Event.FULL
                 if self._stream.deliver(self._requests):
-                    return True
+                    return Event.DONE
                 if handled == _TURN_MESSAGES or (handled and time.perf_counter() > end):
-                    return False
+                    return Event.LEFT
                 message = self._stream.take()
                 assert message is not None, "deliver() has found it"
                 self.on_message(decode(message))
@@ -240,7 +279,7 @@ class Channel:
             self._fail(ProtocolError(str(error)))
         except Exception as error:  # noqa: BLE001 (a bug may cost this link, never the loop)
             self._fail(error)
-        return True
+        return Event.DONE
 
     def _fail(self, error: Exception) -> None:
         """End the channel, because a message could not be handled."""
@@ -295,10 +334,6 @@ class Channel:
             if not waiter.done:
                 deadline.next_turn()
 
-    def _leave_role(self) -> None:
-        if self._stream.leave_role():
-            self.close_files()
-
     def close_files(self) -> None:
         """Close the socket. In a forked child peer and loop notice nothing."""
         self._socket.close()
@@ -312,11 +347,13 @@ class Channel:
         self.reason = self.reason or reason
         if not self._stream.shut():
             return
+        kept = self.state in _KEPT
+        self._machine.fire(Event.END)
         self._control.dismiss(self._socket)
         self._control.loop.remove_writer(self._socket.fileno())
         # A forked child may hold the socket: only a shutdown tells the peer. It also wakes a reader.
         shut_down(self._socket)
-        if self._stream.release() or self._parked:  # otherwise the reader closes it
+        if self._stream.release() or kept:  # otherwise the reader closes it
             self.close_files()
         self._on_lost(self.reason)
 
@@ -324,16 +361,11 @@ class Channel:
         """Run on the control thread; end the channel if that has stopped."""
         if self._control.inside():
             function(*args)
-        else:
-            self._post(function, *args)
-
-    def _post(self, function: Callable[..., None], *args: object) -> bool:
+            return
         try:
             self._control.post(function, *args)
         except StateError as error:
             self._finish(str(error))
-            return False
-        return True
 
 
 def _reason(error: Exception) -> str:

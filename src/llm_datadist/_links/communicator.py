@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import socket
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.handshake import Listener
+    from llm_datadist._links.listener import Listener
 
 
 @dataclass(frozen=True, slots=True)

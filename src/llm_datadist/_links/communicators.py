@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.communicator import Communicator, CommunicatorPlan
-from llm_datadist._links.handshake import AdmissionPolicy, Listener, listening_socket
+from llm_datadist._links.listener import AdmissionPolicy, Listener, listening_socket
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
 from llm_datadist._links.retry import MemberDial, RetryQueue
 from llm_datadist._log import logger

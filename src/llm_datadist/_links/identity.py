@@ -42,6 +42,10 @@ class Transcript(NamedTuple):
     def digest(self) -> bytes:
         return hashlib.blake2b(b"".join(self), digest_size=16).digest()
 
+    def secret(self, shares: bytes) -> bytes:
+        """Return the link's secret, HKDF-Extract of both sides' shares; empty without them."""
+        return hmac.digest(b"".join(self), shares, "sha256") if shares else b""
+
 
 class PeerSecrets:
     """The secrets of one incarnation, by that of the peer."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
 from llm_datadist._log import logger
 from llm_datadist._native import Requests, UseGate, Waiter, steps
 from llm_datadist._native.public_call import raise_of_handler, whole
-from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError, StateError
+from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.types.cluster import show_address
 
@@ -73,47 +73,17 @@ class LinkEvent(Enum):
 
 _S, _E = LinkState, LinkEvent
 
-TRANSITIONS: Final[dict[tuple[LinkState, LinkEvent], LinkState]] = {
-    (_S.CLOSED, _E.HELLO): _S.HANDSHAKE,
-    (_S.HANDSHAKE, _E.READY): _S.READY,
-    (_S.HANDSHAKE, _E.LOST): _S.BROKEN,
-    (_S.READY, _E.SILENT): _S.SUSPECT,
-    (_S.READY, _E.UNLINK): _S.DRAINING,
-    (_S.READY, _E.LOST): _S.BROKEN,
-    (_S.SUSPECT, _E.HEARD): _S.READY,
-    (_S.SUSPECT, _E.UNLINK): _S.DRAINING,
-    (_S.SUSPECT, _E.LOST): _S.BROKEN,
-    (_S.DRAINING, _E.RESUME): _S.READY,
-    (_S.DRAINING, _E.IDLE): _S.CLOSED,
-    (_S.DRAINING, _E.LOST): _S.BROKEN,
-    (_S.BROKEN, _E.CLEANUP): _S.CLOSED,
+TRANSITIONS: Final[dict[LinkState, dict[LinkEvent, LinkState]]] = {
+    _S.CLOSED: {_E.HELLO: _S.HANDSHAKE},
+    _S.HANDSHAKE: {_E.READY: _S.READY, _E.LOST: _S.BROKEN},
+    _S.READY: {_E.SILENT: _S.SUSPECT, _E.UNLINK: _S.DRAINING, _E.LOST: _S.BROKEN},
+    _S.SUSPECT: {_E.HEARD: _S.READY, _E.UNLINK: _S.DRAINING, _E.LOST: _S.BROKEN},
+    _S.DRAINING: {_E.RESUME: _S.READY, _E.IDLE: _S.CLOSED, _E.LOST: _S.BROKEN},
+    _S.BROKEN: {_E.CLEANUP: _S.CLOSED},
 }
 
 #: States in which operations may start.
 USABLE: Final = (LinkState.READY, LinkState.SUSPECT)  # a tuple: hashing is Python code
-
-
-class LinkMachine:
-    __slots__ = ("_story", "name", "state")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.state = LinkState.CLOSED
-        self._story: deque[str] = deque(maxlen=16)
-
-    def can(self, event: LinkEvent) -> bool:
-        return (self.state, event) in TRANSITIONS
-
-    def fire(self, event: LinkEvent) -> LinkState:
-        """Take the transition. Raises StateError, with the story, if it is illegal."""
-        if (target := TRANSITIONS.get((self.state, event))) is None:
-            raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
-        self._story.append(f"{event.value} -> {target.value}")
-        self.state = target
-        return target
-
-    def story(self) -> str:
-        return "; ".join(self._story) or "made"
 
 
 @dataclass(slots=True)
@@ -189,7 +159,7 @@ class Link:
         self.last_pong = 0  # of ping(), answered last
         self.last_question = 0  # of the ping() about suspected sockets
         self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
-        self._machine = LinkMachine(f"link to {peer}")
+        self._machine = Machine(f"link to {peer}", TRANSITIONS, LinkState.CLOSED)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self.operations = UseGate(is_open=False)  # open while usable; changed under the lock

@@ -12,8 +12,9 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel
 from llm_datadist._links.communicators import Communicators
-from llm_datadist._links.handshake import AdmissionPolicy, Dial, Endpoint, Listener, NewLink
+from llm_datadist._links.dial import Dial
 from llm_datadist._links.link import Link, LinkState, Peer
+from llm_datadist._links.listener import AdmissionPolicy, Listener
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly, Located, UnlinkAck, Verified
 from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping
 
+    from llm_datadist._links.handshake import Endpoint, NewLink
     from llm_datadist._links.loop import ControlLoop
     from llm_datadist.config import Options
 
@@ -348,13 +350,12 @@ class LinkManager:
         if self._table.conflict(peer, proven=proven) is old:
             self.end(old, f"silent while {peer} took its place", "replaced", lost=True)
 
-    def install(self, new: NewLink) -> None:
-        """Make an accepted link usable, then send Linked. Owns ``new``, unless it raises."""
+    def install(self, new: NewLink, linked: Callable[[int], messages.Linked]) -> None:
+        """Make an accepted link usable, then send ``linked`` of its number. Owns ``new``, unless it raises."""
         channel = self._channel(new)
         old = self._table.admit(new.link)
-        new.admitted()
         # Usable before Linked, which is the first message.
-        channel.send_first(messages.Linked(new.link.origin.sequence, new.agreed, new.share))
+        channel.send_first(linked(new.link.origin.sequence))
         new.link.ready(channel)
         self._bring_up(new, channel, old)
 

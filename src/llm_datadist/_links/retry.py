@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llm_datadist._links.communicator import Communicator
-    from llm_datadist._links.handshake import Dial
+    from llm_datadist._links.dial import Dial
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._transport.connection import Watch
 

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 MOVERS: Final = {"auto": DeviceMover.AUTO, "kernel": DeviceMover.KERNEL, "copy": DeviceMover.COPY}
 
 
-_OURS: Final = 2  # references while only a caller has an object
-
-
 class DeviceSegment(Segment):
     """Memory of a GPU, mapped here: of this process, or of a peer (``attach``).
 
@@ -74,15 +71,9 @@ class DeviceSegment(Segment):
         raise ParamError(f"segment {self.name!r}: memory of a device has no NumPy array; torch_views has CUDA tensors")
 
     def close(self) -> None:
+        """Drop the memory. Whoever drops it last, as an array, waits for copies that still run, without the GIL."""
         super().close()
         self._device_memory = None
-
-    def unmap(self) -> None:
-        """Close a peer's memory; unless an array keeps it, the driver unmaps it here, without the GIL."""
-        memory = self._device_memory
-        self.close()
-        if memory is not None and sys.getrefcount(memory) <= _OURS:
-            memory.close()
 
     @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:

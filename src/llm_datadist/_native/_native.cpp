@@ -52,9 +52,14 @@ std::int64_t execute_plan(const MovePlan& plan, const Copy& copy, std::int64_t d
     if (guards && !guards->unchanged()) return changed_before;
     Stop stop = stop_of(deadline_ns, cancelled);
     std::optional<Interruptible> interruptible;
-    const bool waits = copy.dst.place.on_device() || copy.src.place.on_device();
-    if (waits || plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
-    const auto done = static_cast<std::int64_t>(move(per_pair, stop));
+    const auto before = work_before();
+    const int device = copy.dst.place.on_device() ? copy.dst.place.device : copy.src.place.device;
+    std::optional<Device::Use> use;  // a device's memory stays mapped while the work before is awaited, too
+    if (device >= 0) use.emplace(Device::open(device));
+    if (device >= 0 || before || plan.nbytes() > release_gil_above_bytes) stop.interrupt = &interruptible.emplace();
+    const bool begins = !before || before->await(stop);
+    const auto done = begins ? static_cast<std::int64_t>(move(per_pair, stop)) : 0;
+    use.reset();
     if (interruptible) interruptible->end();
     return guards && done == plan.nbytes() && !guards->unchanged() ? changed_during : done;
 }
@@ -63,9 +68,8 @@ std::int64_t py_execute(const MovePlan& plan, const TensorList& dst, const Tenso
                         std::int64_t deadline_ns, const std::optional<Flag>& cancelled, const GuardSet* guards) {
     const Copy copy = plan.copy(dst, src);
     const bool on_device = dst.place().on_device() || src.place().on_device();
-    const auto before = work_before(on_device);
     return execute_plan(plan, copy, deadline_ns, cancelled, guards, [&](std::uint64_t per_pair, const Stop& stop) {
-        return on_device ? execute_on_device(copy, per_pair, stop, before.get()) : execute(copy, per_pair, pool, stop);
+        return on_device ? execute_on_device(copy, per_pair, stop) : execute(copy, per_pair, pool, stop);
     });
 }
 

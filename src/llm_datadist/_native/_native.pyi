@@ -128,7 +128,7 @@ class StreamEvent:
 AFTER: ContextVar[StreamEvent | None]
 
 def await_work(deadline_ns: int, cancelled: bytearray | None = None) -> bool:
-    """Wait for the work of :data:`AFTER`, which native copies of GPU memory do by themselves; False: not in time."""
+    """Wait for the work of :data:`AFTER`, which :func:`execute` does by itself; False: not in time."""
 
 def set_device_patience(ms: int) -> None:
     """Set how long after its deadline a call waits for a copy that has begun: 10 000 ms. For tests."""

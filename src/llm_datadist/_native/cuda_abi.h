@@ -34,6 +34,8 @@ typedef int DATADIST_CUDA(CUdevice_attribute);
 typedef int DATADIST_CUDA(CUpointer_attribute);
 typedef int DATADIST_CUDA(CUmemAllocationHandleType);
 typedef int DATADIST_CUDA(CUmemAllocationGranularity_flags);
+typedef int DATADIST_CUDA(CUstreamCaptureMode);
+typedef int DATADIST_CUDA(CUstreamCaptureStatus);
 
 typedef struct {
     char bytes[16];
@@ -92,7 +94,9 @@ typedef struct {
     X(CU_MEMHOSTREGISTER_PORTABLE, 1)                                       \
     X(CU_MEMHOSTREGISTER_DEVICEMAP, 2)                                      \
     X(CU_STREAM_NON_BLOCKING, 1)                                            \
-    X(CU_EVENT_DISABLE_TIMING, 2)
+    X(CU_EVENT_DISABLE_TIMING, 2)                                           \
+    X(CU_STREAM_CAPTURE_MODE_RELAXED, 2)                                    \
+    X(CU_STREAM_CAPTURE_STATUS_NONE, 0)
 
 #ifndef CUDA_VERSION
 #define DATADIST_CUDA_ENUMERATOR(name, value) name = value,
@@ -149,6 +153,8 @@ CUresult cuEventCreate(CUevent* event, unsigned int flags);
 CUresult cuEventDestroy_v2(CUevent event);
 CUresult cuEventRecord(CUevent event, CUstream stream);
 CUresult cuEventQuery(CUevent event);
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status);
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode);
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream);
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image);

@@ -16,6 +16,7 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -40,14 +41,37 @@ constexpr std::uint64_t kernel_from_runs = 16;  // fewer go by plain copies to a
 constexpr std::size_t most_copies = 256;  // between two waits: a driver with a full queue blocks its caller
 constexpr std::int64_t longest_wait_ns = 60'000'000'000;  // for one chunk of a call without a deadline
 
+// Waits a little, longer after some turns.
+inline void pause(int turn) {
+    if (turn < 64)
+        std::this_thread::yield();
+    else
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+}
+
 class Device {
 public:
     class Channel;
 
+    // Lets this thread call the driver while another one, as an engine's, captures a graph.
+    class Relaxed {
+    public:
+        explicit Relaxed(const Device& device) : cuda_(device.cuda_) {
+            cuda_.cuThreadExchangeStreamCaptureMode(&mode_);
+        }
+        ~Relaxed() { cuda_.cuThreadExchangeStreamCaptureMode(&mode_); }
+        Relaxed(const Relaxed&) = delete;
+        Relaxed& operator=(const Relaxed&) = delete;
+
+    private:
+        const Cuda& cuda_;
+        CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+    };
+
     // Makes a context current. Work between a push and its pop must not call others' code.
     class Scope {
     public:
-        explicit Scope(const Device& device) : device_(device) {
+        explicit Scope(const Device& device) : device_(device), relaxed_(device) {
             device.check(device.cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
         }
         ~Scope() {
@@ -59,6 +83,23 @@ public:
 
     private:
         const Device& device_;
+        const Relaxed relaxed_;
+    };
+
+    // Work that may use memory, from before its first copy on until its last one has ended.
+    class Use {
+    public:
+        explicit Use(Device& device) : device_(device), number_(device.begin_use()) {}
+        ~Use() {
+            const std::lock_guard<std::mutex> lock(device_.mutex_);
+            device_.uses_.erase(number_);
+        }
+        Use(const Use&) = delete;
+        Use& operator=(const Use&) = delete;
+
+    private:
+        Device& device_;
+        const std::uint64_t number_;
     };
 
     // Devices that this process sees. Throws DeviceError without a driver.
@@ -189,8 +230,29 @@ public:
 
     static const Device* await(std::int64_t tag, std::int64_t until_ns);
 
+    // Waits for all work that has begun; false if some does not end in time: what it uses must stay mapped.
+    bool quiet() {
+        if (owner_ != ::getpid()) return false;
+        const std::int64_t until = monotonic_ns() + patience_ns();
+        const std::uint64_t later = begin_use();
+        for (int turn = 0;; pause(turn++)) {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            take_ended();
+            const bool ended = *uses_.begin() >= later;
+            if (!ended && !unfinished() && monotonic_ns() < until) continue;
+            uses_.erase(later);
+            return ended;
+        }
+    }
+
+    // True for answers about an event that say nothing about it: it has not ended, or a thread captures a graph.
+    static bool says_nothing(CUresult code) {
+        return code == CUDA_ERROR_NOT_READY || (code >= first_of_capture && code <= last_of_capture);
+    }
+
 private:
     static constexpr int most = 64;
+    static constexpr CUresult first_of_capture = 900, last_of_capture = 909;  // CUDA_ERROR_STREAM_CAPTURE_*
     static constexpr std::size_t most_pinned = 16;  // channels; further ones have pageable windows and a short life
 
     static std::array<std::atomic<Device*>, most>& all() {
@@ -246,7 +308,14 @@ private:
     struct Ending {
         std::unique_ptr<Channel> channel;
         std::int64_t tag;
+        std::uint64_t use;
     };
+
+    std::uint64_t begin_use() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        uses_.insert(++newest_use_);
+        return newest_use_;
+    }
 
     void take_ended() noexcept;
     bool ending(std::int64_t tag);
@@ -263,10 +332,12 @@ private:
     CUfunction kernel_ = nullptr;
     std::string no_kernel_;
 
-    mutable std::mutex mutex_;  // guards the next three
+    mutable std::mutex mutex_;  // guards the next five
     std::vector<std::unique_ptr<Channel>> idle_;
     std::vector<Ending> ending_;
     std::size_t pinned_ = 0;
+    std::set<std::uint64_t> uses_;  // by number, of what may use memory
+    std::uint64_t newest_use_ = 0;
     mutable std::mutex why_mutex_;  // guards the next one
     mutable std::string why_;
     mutable std::atomic<int> failed_{0};
@@ -386,8 +457,9 @@ public:
     // True if a window's work has ended.
     bool ended(Window& window) {
         if (!window.busy) return true;
+        const Relaxed relaxed(device_);
         const CUresult code = device_.cuda().cuEventQuery(window.event);
-        if (code == CUDA_ERROR_NOT_READY) {
+        if (says_nothing(code)) {
             if (device_.unfinished()) device_.give_up("it does not answer");
             return false;
         }
@@ -408,14 +480,11 @@ public:
         const std::int64_t now = monotonic_ns();
         const std::int64_t until = std::min(std::max(stop.deadline_ns, now), now + longest_wait_ns);
         for (int turn = 0; !ended(window); ++turn) {
-            if (turn < 64) {
-                std::this_thread::yield();
-                continue;
-            }
+            pause(turn);
+            if (turn < 64) continue;
             stop.now();
             if (monotonic_ns() - until > patience_ns().load(std::memory_order_relaxed))
                 device_.give_up("it does not answer: a copy that it has begun does not end");
-            std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
     }
 
@@ -443,6 +512,7 @@ public:
         {
             const std::lock_guard<std::mutex> lock(device.mutex_);
             device.take_ended();
+            device.uses_.insert(use_ = ++device.newest_use_);
             if (!device.idle_.empty()) {
                 channel_ = std::move(device.idle_.back());
                 device.idle_.pop_back();
@@ -457,13 +527,14 @@ public:
         } catch (...) {
             const std::lock_guard<std::mutex> lock(device.mutex_);
             if (pinned) --device.pinned_;
+            device.uses_.erase(use_);
             throw;
         }
     }
 
     ~Lease() {
         const std::lock_guard<std::mutex> lock(device_.mutex_);
-        device_.ending_.push_back({std::move(channel_), tag_});
+        device_.ending_.push_back({std::move(channel_), tag_, use_});
         device_.take_ended();
     }
 
@@ -476,6 +547,7 @@ public:
 private:
     Device& device_;
     const std::int64_t tag_;
+    std::uint64_t use_ = 0;
     std::unique_ptr<Channel> channel_;
 };
 
@@ -504,6 +576,7 @@ inline void Device::take_ended() noexcept {
             } catch (const DeviceError&) {
             }
         }
+        uses_.erase(ending_[i].use);
         ending_.erase(ending_.begin() + static_cast<std::ptrdiff_t>(i));
     }
 }
@@ -513,13 +586,8 @@ inline const Device* Device::await(std::int64_t tag, std::int64_t until_ns) {
     for (auto& slot : all()) {
         Device* const device = slot.load(std::memory_order_acquire);
         if (device == nullptr || device->owner_ != ::getpid()) continue;
-        for (int turn = 0; device->ending(tag); ++turn) {
-            if (monotonic_ns() >= until_ns) return device;
-            if (turn < 64)
-                std::this_thread::yield();
-            else
-                std::this_thread::sleep_for(std::chrono::microseconds(20));
-        }
+        for (int turn = 0; device->ending(tag); pause(turn++))
+            if (device->unfinished() || monotonic_ns() >= until_ns) return device;
     }
     return nullptr;
 }

@@ -47,21 +47,13 @@ public:
         for (const std::size_t which : {0, 1}) take(which);
     }
 
+    ~DeviceBytes() { count_wait(); }
+
     DeviceBytes(const DeviceBytes&) = delete;
     DeviceBytes& operator=(const DeviceBytes&) = delete;
 
     // True if front() is there.
-    bool ready() {
-        if (lease_->ended(lease_->windows[now_])) {
-            if (since_ns_ != 0) device_.waited_ns.fetch_add(monotonic_ns() - since_ns_, std::memory_order_relaxed);
-            since_ns_ = 0;
-            return true;
-        }
-        const std::int64_t now = monotonic_ns();
-        if (since_ns_ == 0) since_ns_ = now;
-        if (now - since_ns_ > longest_wait_ns) device_.give_up("it does not answer: a copy for a peer does not end");
-        return false;
-    }
+    bool ready() { return counted(lease_->ended(lease_->windows[now_])); }
 
     // Reading: bytes that are here; writing: room for the next ones. Empty at the end.
     Part front() const {
@@ -86,7 +78,7 @@ public:
     }
 
     // True if no copy runs; then all that was written is there.
-    bool settled() { return lease_->settled(); }
+    bool settled() { return counted(lease_->settled()); }
 
     void settle(const Stop& stop) { lease_->settle(stop); }
 
@@ -98,6 +90,23 @@ private:
         std::uint64_t bytes = 0;
         Spans::Cursor at = {};  // of its first byte
     };
+
+    // Whether copies have ended, which begins or ends a wait; throws if that lasts too long.
+    bool counted(bool ended) {
+        if (ended) {
+            count_wait();
+            return true;
+        }
+        const std::int64_t now = monotonic_ns();
+        if (since_ns_ == 0) since_ns_ = now;
+        if (now - since_ns_ > longest_wait_ns) device_.give_up("it does not answer: a copy for a peer does not end");
+        return false;
+    }
+
+    void count_wait() {
+        if (since_ns_ != 0) device_.waited_ns.fetch_add(monotonic_ns() - since_ns_, std::memory_order_relaxed);
+        since_ns_ = 0;
+    }
 
     // Gives a window the next bytes; reading, the device starts to fill it.
     void take(std::size_t which) {
@@ -151,7 +160,7 @@ private:
     Spans::Cursor at_;
     std::size_t now_ = 0;
     State states_[2];
-    std::int64_t since_ns_ = 0;  // since when the front is not ready; 0: it is
+    std::int64_t since_ns_ = 0;  // since when it waits for copies; 0: it does not
 };
 
 // One call's copy.
@@ -313,14 +322,12 @@ private:
 };
 
 // Moves a checked plan of which a side lies on a device, as execute() in copy.hpp.
-// Begins after `before`, unless null.
-inline std::uint64_t execute_on_device(const Copy& copy, std::uint64_t per_pair, const Stop& stop,
-                                       const StreamEvent* before) {
+inline std::uint64_t execute_on_device(const Copy& copy, std::uint64_t per_pair, const Stop& stop) {
     const Place &dst = copy.dst.place, &src = copy.src.place;
     if (dst.on_device() && src.on_device() && dst.device != src.device)
         refuse("dst is on device ", dst.device, " and src on ", src.device, ": one copy has one device");
     Device& device = Device::open(dst.on_device() ? dst.device : src.device);
-    if (per_pair * copy.pairs == 0 || (before != nullptr && !before->await(stop))) return 0;
+    if (per_pair * copy.pairs == 0) return 0;
     return DeviceCopy(device, copy, per_pair, stop).run();
 }
 

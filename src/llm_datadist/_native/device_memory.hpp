@@ -21,7 +21,7 @@ public:
 
     // False if the memory must stay mapped: a copy of it does not end.
     bool release() noexcept {
-        if (device_.unfinished()) return false;
+        if (address_ != 0 && !device_.quiet()) return false;
         if (const auto address = std::exchange(address_, 0)) device_.unpin(address);
         return true;
     }
@@ -68,9 +68,15 @@ public:
         return fd;
     }
 
-    // No copy runs, but one that the device has not ended: then it stays. Errors are ignored: the driver may be gone.
+    // Waits for copies that run; if one does not end, the memory stays mapped until the process ends. Errors are
+    // ignored: the driver may be gone.
     void close() noexcept {
-        if (device_.unfinished()) return;
+        if (handle_ == 0) return;
+        if (!device_.quiet()) {
+            mapped_ = false;
+            at_ = handle_ = 0;
+            return;
+        }
         try {
             const Device::Scope scope(device_);
             release();

@@ -41,7 +41,7 @@ struct PyStreamEvent {
     std::shared_ptr<const StreamEvent> event;
 };
 
-// Context variable of what copies of devices wait for: a PyStreamEvent or None.
+// Context variable of what copies wait for: a PyStreamEvent or None.
 inline nb::handle after_variable() {
     static PyObject* const made =  // never released, as ParamError
         nb::module_::import_("contextvars")
@@ -51,16 +51,16 @@ inline nb::handle after_variable() {
     return made;
 }
 
-// What copies of a device wait for here; null for nothing, or without a device.
-inline std::shared_ptr<const StreamEvent> work_before(bool on_device) {
-    if (!on_device) return nullptr;
+// What copies wait for here; null for nothing.
+inline std::shared_ptr<const StreamEvent> work_before() {
+    if (StreamEvent::alive() == 0) return nullptr;  // saves hosts the question
     const nb::object found = after_variable().attr("get")();
     return found.is_none() ? nullptr : nb::cast<const PyStreamEvent&>(found).event;
 }
 
 // False if the time ends, or the call is cancelled, before that work has ended.
 inline bool py_await_work(std::int64_t deadline_ns, const std::optional<Flag>& cancelled) {
-    const auto before = work_before(true);
+    const auto before = work_before();
     if (!before) return true;
     Stop stop = stop_of(deadline_ns, cancelled);
     Interruptible interruptible;
@@ -69,6 +69,15 @@ inline bool py_await_work(std::int64_t deadline_ns, const std::optional<Flag>& c
     interruptible.end();
     return ended;
 }
+
+// Its end, which may wait for copies, lets other threads run.
+struct PyDeviceMemory : DeviceMemory {
+    using DeviceMemory::DeviceMemory;
+    ~PyDeviceMemory() {
+        const GilReleased released;
+        close();
+    }
+};
 
 inline void bind_devices(nb::module_& m) {
     using namespace nb::literals;
@@ -90,10 +99,10 @@ inline void bind_devices(nb::module_& m) {
     nb::class_<PinnedMemory>(m, "PinnedMemory", nb::is_final())
         .def(nb::init<int, std::uint64_t, std::uint64_t>(), Released(), "ordinal"_a, "address"_a, "nbytes"_a)
         .def("release", &PinnedMemory::release, Released());
-    nb::class_<DeviceMemory>(m, "DeviceMemory", nb::is_final())
+    nb::class_<PyDeviceMemory>(m, "DeviceMemory", nb::is_final())
         .def(nb::init<int, std::uint64_t>(), Released(), "ordinal"_a, "nbytes"_a)
         .def(nb::init<int, std::uint64_t, int, bool>(), Released(), "ordinal"_a, "nbytes"_a, "fd"_a, "writable"_a)
-        .def_prop_ro("address", &DeviceMemory::address)
+        .def_prop_ro("address", &PyDeviceMemory::address)
         .def_prop_ro("size", &DeviceMemory::size)
         .def("export_fd", &DeviceMemory::export_fd, Released())
         .def("close", &DeviceMemory::close, Released());

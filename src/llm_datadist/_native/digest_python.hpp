@@ -42,8 +42,7 @@ inline DigestKey key_of(const nb::bytes& nonce) {
 
 // As digest_side(), of memory of a device, through its windows.
 inline bool digest_on_device(const DigestSide& side, std::uint64_t total, const DigestKey& key, bool each_run,
-                             const Stop& stop, const StreamEvent* before, std::vector<Digest>& out) {
-    if (before != nullptr && !before->await(stop)) return false;
+                             const Stop& stop, std::vector<Digest>& out) {
     const Spans spans(side.tensors, static_cast<std::int64_t>(side.count), side.runs, side.run_count, side.offset,
                       static_cast<std::int64_t>(total));
     std::vector<std::uint64_t> lengths(each_run ? 0 : 1);
@@ -82,10 +81,14 @@ inline std::optional<Digests> py_digest(const MovePlan& plan, const TensorList& 
     std::vector<Digest> out;
     std::optional<Interruptible> interruptible;
     const Place& place = tensors.place();
-    const auto before = work_before(place.on_device());
-    if (place.on_device() || total > digest_without_gil_above) stop.interrupt = &interruptible.emplace();
-    const bool whole = place.on_device() ? digest_on_device(side, total, key, each_run, stop, before.get(), out)
-                                         : digest_side(side, total, key, each_run, pool, stop, out);
+    const auto before = work_before();
+    std::optional<Device::Use> use;
+    if (place.on_device()) use.emplace(Device::open(place.device));
+    if (use || before || total > digest_without_gil_above) stop.interrupt = &interruptible.emplace();
+    const bool begins = !before || before->await(stop);
+    const bool whole = begins && (use ? digest_on_device(side, total, key, each_run, stop, out)
+                                      : digest_side(side, total, key, each_run, pool, stop, out));
+    use.reset();
     if (interruptible) interruptible->end();
     if (!whole) return std::nullopt;
     return give_rows<Digests>(std::move(out));

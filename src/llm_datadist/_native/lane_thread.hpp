@@ -24,7 +24,7 @@ namespace datadist {
 // Descriptors of an engine's lanes; a forked child closes its copies without a lock.
 class FdTable {
 public:
-    // 1024 links of 10 lanes each (MAX_LANES in _transport/lanes.py).
+    // 1024 links of 10 lanes each (MAX_LANES in _transport/tcp/lanes.py).
     static constexpr std::size_t capacity = 10240;
 
     bool add(int fd) {

@@ -3,10 +3,9 @@
 // Looked at by the host before a launch, not awaited by our streams: a call whose time ends first has begun nothing.
 #pragma once
 
-#include <chrono>
+#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <thread>
 #include <utility>
 
 #include "chunks.hpp"
@@ -20,14 +19,21 @@ public:
     StreamEvent(int ordinal, std::uint64_t stream, std::shared_ptr<const StreamEvent> before)
         : device_(Device::open(ordinal)), before_(std::move(before)) {
         const Device::Scope scope(device_);
+        CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+        device_.check(device_.cuda().cuStreamIsCapturing(reinterpret_cast<CUstream>(stream), &capturing),
+                      "cuStreamIsCapturing");
+        if (capturing != CU_STREAM_CAPTURE_STATUS_NONE)
+            throw DeviceError(capturing, text(device_.name(), ": the stream's work is being captured into a graph"));
         device_.check(device_.cuda().cuEventCreate(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
         if (const CUresult code = device_.cuda().cuEventRecord(event_, reinterpret_cast<CUstream>(stream))) {
             device_.cuda().cuEventDestroy_v2(event_);
             device_.check(code, "cuEventRecord");
         }
+        ++alive();
     }
 
     ~StreamEvent() {
+        --alive();
         try {
             const Device::Scope scope(device_);
             device_.cuda().cuEventDestroy_v2(event_);
@@ -38,22 +44,30 @@ public:
     StreamEvent(const StreamEvent&) = delete;
     StreamEvent& operator=(const StreamEvent&) = delete;
 
+    // How many there are in this process.
+    static std::atomic<int>& alive() {
+        static std::atomic<int> count{0};
+        return count;
+    }
+
     // True if that work has ended. Throws DeviceError.
     bool passed() const {
+        const Device::Relaxed relaxed(device_);
         const CUresult code = device_.cuda().cuEventQuery(event_);
-        if (code == CUDA_ERROR_NOT_READY) return false;
+        if (Device::says_nothing(code)) return false;
         device_.check(code, "cuEventQuery");
         return !before_ || before_->passed();
     }
 
-    // False if `stop` says so first.
+    // False if `stop` says so first. Throws DeviceError if the device has failed, or, for calls without a deadline, if
+    // the work does not end.
     bool await(const Stop& stop) const {
-        for (int turn = 0; !passed(); ++turn) {
+        const std::int64_t until = monotonic_ns() + longest_wait_ns + Device::patience_ns();
+        for (int turn = 0; !passed(); pause(turn++)) {
             if (stop.now()) return false;
-            if (turn < 64)
-                std::this_thread::yield();
-            else
-                std::this_thread::sleep_for(std::chrono::microseconds(20));
+            device_.require_sound();
+            if (monotonic_ns() > until)
+                throw DeviceError(CUDA_ERROR_NOT_READY, text(device_.name(), ": the stream's work does not end"));
         }
         return true;
     }

@@ -19,7 +19,8 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.communicator import CommunicatorPlan
 from llm_datadist._links.credentials import Credentials
-from llm_datadist._links.handshake import Endpoint, bind
+from llm_datadist._links.handshake import Endpoint
+from llm_datadist._links.listener import bind
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.ranktable import RankTable

@@ -20,6 +20,7 @@ from llm_datadist._native import (
     CHANGED_DURING,
     USER,
     CopyPool,
+    Device,
     GuardSet,
     Meter,
     Place,
@@ -28,6 +29,8 @@ from llm_datadist._native import (
     Use,
     UseGate,
     WriteIntent,
+    await_work,
+    check_plan,
     execute,
 )
 from llm_datadist._native.public_call import public_call
@@ -107,6 +110,17 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
         """Return the destination and the source."""
         local, remote = self.local.native, self.remote.native
         return (remote, local) if self.write else (local, remote)
+
+    def prepare(self) -> None:
+        """Do what :func:`execute` does before its first byte, for transports that move bytes by other means.
+
+        Check the plan; raise if the GPU of this side has failed; wait for the work of ``devices.after``.
+        """
+        check_plan(self.plan, *self.sides())
+        if self.local.place.device >= 0:
+            Device.open(self.local.place.device)
+        if not await_work(self.deadline.expires_ns, self.deadline.cancelled):
+            raise self.timeout(0)
 
     def progress(self, done: int) -> str:
         return f"{self.what} ({done} of {self.plan.nbytes} bytes done)"

@@ -1,4 +1,4 @@
-"""Registry of all transports, best first. A new one is one module and one line in :data:`ORDER`."""
+"""Registry of all transports, best first. A new one is a module, or a package, and one line in :data:`ORDER`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport import instances
-from llm_datadist._transport.cma import CmaTransport
 from llm_datadist._transport.inproc import InprocTransport
-from llm_datadist._transport.nixl import NixlTransport
-from llm_datadist._transport.shm import ShmTransport
-from llm_datadist._transport.tcp import TcpTransport
+from llm_datadist._transport.nixl.transport import NixlTransport
+from llm_datadist._transport.samehost.cma import CmaTransport
+from llm_datadist._transport.samehost.shm import ShmTransport
+from llm_datadist._transport.tcp.connection import TcpTransport
 from llm_datadist._transport.transport import Context, Meeting, Transport
 
 if TYPE_CHECKING:

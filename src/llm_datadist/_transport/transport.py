@@ -1,7 +1,8 @@
 """The seam between transports and the rest of the library.
 
-A transport is a :class:`Transport`, and the :class:`~.connection.Connection` that it makes, in a module of its own.
-Those of tcp and nixl have helpers in others. Only this package, the options and the tools name transports.
+A transport is a :class:`Transport`, and the :class:`~.connection.Connection` that it makes. The module ``inproc`` and
+the packages ``samehost`` (shm, cma), ``nixl`` and ``tcp`` have one each. Only this package, the options and the tools
+name transports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Candidate, Choice, Verdict, agree, choose, yield_to
 from llm_datadist._transport.connection import Connection, DataPath
-from llm_datadist._transport.peer_memory import PeerMemory, peer_uid
+from llm_datadist._transport.users import peer_uid
 from llm_datadist.errors import LinkError, LinkRefused
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import Exports
+    from llm_datadist._memory.write_intents import IntentPage
     from llm_datadist._transport.moves import MoveOwner
     from llm_datadist.config import Options
 
@@ -112,6 +114,17 @@ class Transport(Candidate):
         """In a forked child: close its copies of descriptors, and touch nothing else."""
 
 
+class MappedPeer(Protocol):
+    """Memory of a peer, mapped here after a rendezvous: ``samehost.peer_memory.PeerMemory``, as a meeting needs it."""
+
+    pid: int  # 0 if not visible
+    page: IntentPage
+    got_devices: bool  # the peer was offered pools in a GPU
+
+    def close(self) -> None:
+        """Give up one holder's use."""
+
+
 @dataclass(eq=False, slots=True)
 class Meeting:
     """One side's view of a handshake, for transports.
@@ -138,7 +151,7 @@ class Meeting:
     sock: socket.socket | None = field(default=None, init=False)  # of the control channel
     address: tuple[str, int] = field(default=("", 0), init=False)  # of the listener, at the dialer
     deadline: Deadline | None = field(default=None, init=False)  # of the dialer's call
-    memory: PeerMemory | LinkError | None = field(default=None, init=False)  # of the peer; None before a rendezvous
+    memory: MappedPeer | LinkError | None = field(default=None, init=False)  # of the peer; None before a rendezvous
     forced: str | None = field(default=None, init=False)  # transport that both sides must use
     choice: Choice = field(init=False)
     _asked_there: str | None = field(default=None, init=False)
@@ -177,11 +190,15 @@ class Meeting:
         announced = {} if self.exports.device is None else {DEVICE: self.exports.device.uuid}
         return {name: data for name, data in self.mine.items() if data} | announced
 
-    def bring(self, memory: PeerMemory | LinkError) -> None:
+    @property
+    def _mapped(self) -> MappedPeer | None:
+        return None if isinstance(self.memory, LinkError) else self.memory
+
+    def bring(self, memory: MappedPeer | LinkError) -> None:
         """Take the outcome of a rendezvous; close memory that comes too late."""
         if not self._over:
             self.memory = memory
-        elif isinstance(memory, PeerMemory):
+        elif not isinstance(memory, LinkError):
             memory.close()
 
     def end_exchange(self) -> None:
@@ -214,24 +231,23 @@ class Meeting:
             raise LinkRefused(f"the peer chose {choice.name} and {lacks}")
         if choice.private is not None and (lacks := self.transports[choice.private].lacks(self)):
             choice = self.choice = Choice(choice.name, None, f"{choice.reason}; but the peer {lacks}")
-        if isinstance(self.memory, PeerMemory):
-            self.memory.page.introduce(self.peer, self.cluster_id)
+        if (mapped := self._mapped) is not None:
+            mapped.page.introduce(self.peer, self.cluster_id)
         shared = self.connect(choice.name)
         try:
             private = None if choice.private in (None, choice.name) else self.connect(choice.private)
         except BaseException:
             shared.close()
             raise
-        memory = self.memory
-        devices = memory.got_devices if isinstance(memory, PeerMemory) else self.here is not None
+        devices = self.here is not None if mapped is None else mapped.got_devices
         return DataPath(shared, private, devices=devices)
 
     def behind(self, host: str) -> str:
         """Return the process, user or address behind the link, as the kernel says; ``host`` is across the socket."""
         if self.here is not None:
             return f"pid {os.getpid()}"
-        if isinstance(self.memory, PeerMemory) and self.memory.pid:
-            return f"pid {self.memory.pid}"
+        if (mapped := self._mapped) is not None and mapped.pid:
+            return f"pid {mapped.pid}"
         uid = -1 if self.dialled or self.sock is None else peer_uid(self.sock)
         return host.removeprefix("::ffff:") if uid < 0 else f"uid {uid}"
 
@@ -241,6 +257,6 @@ class Meeting:
             instances.withdraw(self.token)
         for name in self.mine.keys() - self._used:
             self.transports[name].forget(self)
-        memory, self.memory, self._over = self.memory, None, True
-        if isinstance(memory, PeerMemory):
-            memory.close()
+        mapped, self.memory, self._over = self._mapped, None, True
+        if mapped is not None:
+            mapped.close()

@@ -47,6 +47,12 @@ def allocate(nbytes: int) -> int:
     return at.value
 
 
+def free_bytes() -> int:
+    """Return the free bytes of the GPU."""
+    call("cuMemGetInfo_v2", byref(free := c_size_t()), byref(c_size_t()))
+    return free.value
+
+
 @cache
 def stream() -> c_void_p:
     """Return the stream of all copies here."""

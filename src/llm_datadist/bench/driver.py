@@ -5,6 +5,7 @@ A contender that fails loses only its own figures. If it is this library's, its 
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -55,13 +56,15 @@ class _Check:
         self._tried: dict[tuple[str, str], str | None] = {}
         self._said: set[str] = set()
         self._memory, self._bound = available_memory()
+        self._free_on_gpu = sys.maxsize  # beside the contenders tried
 
     def case(self, case: Case) -> Case | None:
         """Return the case as it can run, or None."""
         possible = self._without_unable(case, contenders.why_not)
         if possible is None or not self._fits(possible):
             return None
-        return self._without_unable(possible, self._try)
+        possible = self._without_unable(possible, self._try)
+        return possible if possible is not None and self._fits(possible, on_gpu=True) else None
 
     def _without_unable(self, case: Case, why_not: Callable[[str, BenchWorkload], str | None]) -> Case | None:
         """Return the case without contenders that have a reason; None without this library's."""
@@ -91,18 +94,24 @@ class _Check:
                 with RunningContender(contender, self._timeout_s) as running:
                     running.start(tiny)
                     running.prepare(0)
+                    if contenders.find(contender).footprint_on_gpu(tiny):
+                        free: int = running.ask(running.processes[-1], "free_on_gpu")
+                        self._free_on_gpu = min(self._free_on_gpu, free)
                 self._tried[key] = None
             except (BenchError, OSError) as error:
                 self._tried[key] = str(error)
         return self._tried[key]
 
-    def _fits(self, case: Case) -> bool:
-        needed = sum(contenders.find(contender).footprint(case.workload) for contender in case.contenders)
-        fits = needed <= self._memory * _SHARE
+    def _fits(self, case: Case, *, on_gpu: bool = False) -> bool:
+        found = [contenders.find(contender) for contender in case.contenders]
+        of_each = (each.footprint_on_gpu if on_gpu else each.footprint for each in found)
+        needed = sum(footprint(case.workload) for footprint in of_each)
+        memory, bound = (self._free_on_gpu, "in the GPU") if on_gpu else (self._memory, self._bound)
+        fits = needed <= memory * _SHARE
         if not fits:
             why = (
                 f"{', '.join(case.contenders)} together need {size_text(needed)}, and "
-                f"{self._memory / 2**30:.1f} GiB are available ({self._bound}); "
+                f"{memory / 2**30:.1f} GiB are available ({bound}); "
                 "fewer --blocks, or fewer contenders --against"
             )
             self._say(f"left out: {case.title}: {why}")

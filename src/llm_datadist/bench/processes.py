@@ -59,7 +59,7 @@ class Process:
         self.name = contender if role is Role.ALONE else f"{contender} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
-            [*build.within.get(role, ()), build.python, "-m", "llm_datadist.bench.worker", contender, role],
+            [*build.within.get(role, ()), build.python, "-P", "-m", "llm_datadist.bench.worker", contender, role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

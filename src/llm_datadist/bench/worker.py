@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
+from llm_datadist.bench import cuda
 from llm_datadist.bench.contenders import find
 from llm_datadist.bench.contenders.base import Contender, Role
 from llm_datadist.bench.workload import BenchWorkload
@@ -44,6 +45,7 @@ class BenchWorker:
         self._commands: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
             "cpu": time.process_time,
+            "free_on_gpu": cuda.free_bytes,
             "busy": self._be_busy,
             "stop": self._stop,
         }

@@ -11,8 +11,9 @@ import msgspec
 import typer
 from rich.console import Console
 
+from llm_datadist._option_kinds import INT32_MAX
 from llm_datadist.cli.usage import about, pair
-from llm_datadist.config import AUTH_SECRET, DEVICE_MEMORY
+from llm_datadist.config import AUTH_SECRET, DEVICE_ID, DEVICE_MEMORY
 from llm_datadist.doctor import device, kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
 from llm_datadist.doctor.serve import CLUSTER, serving
@@ -54,9 +55,10 @@ def doctor(
         given[AUTH_SECRET] = str(secrets)
     if serve:
         raise typer.Exit(_serve(host, port, given))
+    wanted = _gpu(given)
     address = None if peer_address is None else _address(peer_address)
     findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
-    findings += device.examine(wanted=given.get(DEVICE_MEMORY) == "cuda")
+    findings += device.examine(*wanted)
     if address is not None:
         with Console(stderr=True).status("examining the peer") as status:
             findings += peer.examine(*address, given, status.update, cluster_id)
@@ -72,6 +74,14 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise typer.BadParameter(f"--peer {text!r} is not of the form HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def _gpu(given: dict[str, str]) -> list[int]:
+    """Return the number of the GPU in which the options want caches, if any."""
+    number = given.get(DEVICE_ID, "0")
+    if not number.isdecimal() or int(number) > INT32_MAX:
+        raise typer.BadParameter(f"--option {DEVICE_ID}={number!r} is not the number of a device")
+    return [int(number)] if given.get(DEVICE_MEMORY) == "cuda" else []
 
 
 def _serve(host: str, port: int, given: dict[str, str]) -> int:

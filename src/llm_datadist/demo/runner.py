@@ -118,7 +118,7 @@ class _Demo(ExitStack):
     def _start(self, role: str) -> None:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "llm_datadist.demo.roles", role, *self._setup],
+                [sys.executable, "-P", "-u", "-m", "llm_datadist.demo.roles", role, *self._setup],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -61,7 +61,7 @@ def pidfd() -> Finding:
 def process_vm_readv() -> Finding:
     """Read the memory of a child process."""
     meaning = "cma reads registered memory of peers with it; where it is refused, that memory goes over loopback tcp"
-    with subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen([sys.executable, "-P", "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         try:
             good = peek_process(child.pid, int(child.stdout.readline()), 12) == b"llm-datadist"

@@ -357,22 +357,30 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             part = slice(begin, begin + step)
             if why := self._skipped("save"):
                 break
-            try:
-                saved = self._save(checked[part], shape, cache, indices[part], generation)
-            except LLMException as error:
-                if isinstance(error, (ParamError, CacheNotFound, StateError)):
-                    raise
-                why = self._note(error)  # of the pull, too: its error comes by status
+            saved, why = self._save(checked[part], shape, cache, indices[part], generation)
+            stored += saved
+            if why:
                 break
-            if saved.generation != generation:
-                self._generation, why = saved.generation, "cleared"
-                break
-            stored += saved.count
-            self._count("refused busy", saved.left)
         self._count("refused " + why, len(checked) - begin, keys=len(checked), stored=stored)
         return stored
 
     def _save(
+        self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices, generation: bytes
+    ) -> tuple[int, str]:
+        """Save what goes into one question; return the number newly stored, and the reason to ask no other one."""
+        try:
+            done = self._lend(keys, shape, cache, blocks, generation)
+        except LLMException as error:
+            if isinstance(error, (ParamError, CacheNotFound, StateError)):
+                raise
+            return 0, self._note(error)  # of the pull, too: its error comes by status
+        if done.generation != generation:
+            self._generation = done.generation
+            return 0, "cleared"
+        self._count("refused busy", done.left)
+        return done.count, ""
+
+    def _lend(
         self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices, generation: bytes
     ) -> messages.Done:
         # It ends in any case: also if neither the revoke nor the end of the link comes.

@@ -176,15 +176,18 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             self._manager = self.datadist.cache_manager
             self._savers = Savers()
             undo.callback(self._savers.close)
-            for name, handler in (
-                (messages.LOOKUP, self._on_lookup),
-                (messages.SAVE, self._on_save),
-                (messages.CLEAR, self._on_clear),
-                (messages.SUSPECT, self._on_suspect),
-                (messages.EVENTS, self._on_events),
-            ):
-                self.datadist.answer_questions(name, handler)
+            self._answer_questions()
             undo.pop_all()
+
+    def _answer_questions(self) -> None:
+        for name, handler in (
+            (messages.LOOKUP, self._on_lookup),
+            (messages.SAVE, self._on_save),
+            (messages.CLEAR, self._on_clear),
+            (messages.SUSPECT, self._on_suspect),
+            (messages.EVENTS, self._on_events),
+        ):
+            self.datadist.answer_questions(name, handler)
 
     @property
     def port(self) -> int:

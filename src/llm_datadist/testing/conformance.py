@@ -48,7 +48,7 @@ from llm_datadist.testing.scene import (
     open_and_forget,
     random_blocks,
     read_beginning,
-    residue,
+    residue_at_rest,
     settled,
     tensors_over,
     unchanged,
@@ -371,7 +371,7 @@ class TransportConformance:
     def test_close_leaves_nothing(self, peer: Peer) -> None:
         """A close frees descriptors, mappings and threads."""
         peer.connect().close()  # the first use loads what stays
-        before = residue()
+        before = residue_at_rest()
         for end in ("close", "abort", "close"):
             connection = peer.connect()
             read_beginning(peer, connection, np.zeros(4096, np.uint8))
@@ -383,7 +383,7 @@ class TransportConformance:
     def test_the_end_of_a_connection_under_a_copy(self, peer: Peer, end: str) -> None:
         """A running copy keeps its resources: closed it ends with its bytes, aborted with an error."""
         peer.connect().close()
-        before = residue()
+        before = residue_at_rest()
         peer.poke(1, np.full(64, 5, np.uint8))
         connection, received = peer.connect(), np.zeros(64, np.uint8)
         with held(partial(read_beginning, peer, connection, received)) as outcome:
@@ -400,7 +400,7 @@ class TransportConformance:
     def test_a_forgotten_close_is_a_warning(self, peer: Peer) -> None:
         """Dropping an open connection warns, and frees everything."""
         peer.connect().close()
-        before = residue()
+        before = residue_at_rest()
         with pytest.warns(ResourceWarning, match="unclosed"):
             open_and_forget(peer)
         assert settled(before) == before

@@ -25,8 +25,8 @@ from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import GuardTable
 from llm_datadist._transport import instances
 from llm_datadist._transport.inproc import InprocConnection
-from llm_datadist._transport.peer_memory import PeerMemory
-from llm_datadist._transport.samehost import SameHostListener, exchange_memory
+from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
+from llm_datadist._transport.samehost.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

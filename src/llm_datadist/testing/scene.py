@@ -164,6 +164,15 @@ def residue() -> dict[str, Any]:
     }
 
 
+def residue_at_rest() -> dict[str, Any]:
+    """Return :func:`residue` once it stays as it is: what a close frees in a thread is freed."""
+    found: dict[str, Any] = {}
+    while (now := residue()) != found:
+        found = now
+        time.sleep(0.05)
+    return found
+
+
 def kernel_threads() -> dict[int, str]:
     """Return the name of every thread of this process, by number."""
     names = {}

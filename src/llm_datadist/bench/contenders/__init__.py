@@ -106,7 +106,7 @@ def why_not_importable(module: str, package: str) -> str | None:
     """Return the reason why another process cannot import ``module`` of pip's ``package``, or None."""
     if find_spec(module.partition(".")[0]) is None:
         return f"not installed (pip install {package})"
-    command = [sys.executable, "-c", f"import {module}"]
+    command = [sys.executable, "-P", "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -81,6 +81,12 @@ class Contender(ABC):
         """Return the bytes that all its processes hold."""
         return cls.sets * workload.tensor_bytes * workload.tensors
 
+    @classmethod
+    def footprint_on_gpu(cls, workload: BenchWorkload) -> int:
+        """Return the bytes that they hold in the GPU."""
+        sets = 1 if workload.op in (Op.SWAP, Op.H2D, Op.D2H) else cls.sets
+        return sets * workload.tensor_bytes * workload.tensors if workload.memory is BenchMemory.GPU else 0
+
     @abstractmethod
     def start(self) -> Facts:
         """Set up memory; return the facts that the destination needs to connect."""

@@ -255,6 +255,10 @@ class TcpRaw(Contender):
     streams: ClassVar[tuple[int, ...]] = (1, 2, 4)
     _way: _Way  # from `connect` on
 
+    @classmethod
+    def footprint_on_gpu(cls, workload: BenchWorkload) -> int:
+        return 0
+
     def start(self) -> Facts:
         here = self.workload
         tensors = private_tensors(here)

@@ -87,16 +87,8 @@ def describe(
         raise unsupported(f"layers of several attention kernels: {sorted(orders)}")
     order, (name, spec) = orders.pop(), next(iter(specs.items()))
     view, plain = views[name], all(each.num_heads == each.num_kv_heads for each in specs.values())
-    if view.dim() != 4 or view.shape[0] % num_blocks or view.shape[0] // num_blocks * view.shape[2] != block_tokens:
-        raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks of {block_tokens} tokens")
-    page = view[0]
-    if not page.is_contiguous() and not page.transpose(0, 1).is_contiguous():
-        raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
-    apart = page.is_contiguous() and plain  # else all heads are one row
-    heads, size = view.shape[1] if apart else 1, view.element_size()
-    page_bytes = page.numel() * size
-    if view.stride(0) * size != page_bytes:
-        raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
+    apart = _heads_are_apart(view, num_blocks, block_tokens) and plain  # else all heads are one row
+    heads, size, page_bytes = view.shape[1] if apart else 1, view.element_size(), view.nbytes // len(view)
     half = page_bytes // heads // view.shape[2] // 2
     ranks = config.parallel_config.tensor_parallel_size
     total = 1 if type(spec) is MLAAttentionSpec else config.model_config.get_total_num_kv_heads()
@@ -113,6 +105,18 @@ def describe(
         strips=[(half // size, size), (1, half)] if order == COLUMNS and apart else [],
     )
     return layout, [address for address, _ in ordered]
+
+
+def _heads_are_apart(view: torch.Tensor, num_blocks: int, block_tokens: int) -> bool:
+    """Return True if a page has its heads one after another, False if it has its tokens so."""
+    if view.dim() != 4 or view.shape[0] % num_blocks or view.shape[0] // num_blocks * view.shape[2] != block_tokens:
+        raise unsupported(f"a layer of shape {tuple(view.shape)} for {num_blocks} blocks of {block_tokens} tokens")
+    page = view[0]
+    if not page.is_contiguous() and not page.transpose(0, 1).is_contiguous():
+        raise unsupported(f"a page of shape {tuple(page.shape)} with strides {page.stride()}")
+    if view.stride(0) != page.numel():
+        raise unsupported("blocks that hold the pages of all layers (kv_cache_layout BLHNC)")
+    return page.is_contiguous()
 
 
 def _order(layer: Any, spec: Any) -> str:

@@ -6,7 +6,7 @@ Order on a GPU: vLLM submits a step, calls the connector, and goes on before the
 waits for the step that writes it: grants on vLLM's thread, saves to a store on theirs. A load has its blocks while
 earlier steps may still use them; its own thread waits for all that was submitted by then. Transfers return when all
 bytes are there, and are reported then, so later steps need not wait. A GPU that fails raises in each of these waits:
-it ends the engine on vLLM's thread, elsewhere the transfer.
+it ends the engine on vLLM's thread, elsewhere the transfer. One that hangs raises in none; they last as long.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 """Offers of requests to decode engines, and fetches from prefill engines. Gives orders to workers; moves nothing.
 
-| request | effect |
-|---|---|
-| comes with an offer | workers claim the grants, so that the prefill engine keeps the blocks; not yet in `kv_both` |
-| gets blocks | workers fetch the KV into them; in `kv_both` they claim the grants first |
-| has all its KV here, or ends without blocks | workers release the grants |
-| has its last prompt token computed in this step, to be decoded elsewhere | workers grant its blocks |
-| ends with these blocks | they are kept; the answer has the offer |
-| is aborted or preempted, or ends with other blocks | workers revoke the grant |
+`request_states.py` has the states of a request, all transitions, and the orders on each.
 
 A grant is given during the step that writes its last bytes, and its token is in the offer only. vLLM hands the offer
 out with that step's output or a later one, which exists once every rank has run the step. So whoever has a token finds
@@ -30,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,16 +32,17 @@ from vllm.v1.request import RequestStatus
 
 from llm_datadist.errors import ParamError
 from llm_datadist.integrations.references import SECRET_FILE, ReferenceKeys, secret_file
+from llm_datadist.integrations.request_states import HANDED_OUT, UNCLAIMED, WAITING, Event, Fetch, Offer, RequestStates
 from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import init_options
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.offers import FIELD, ClaimedRequests, EndpointMetadata, KvOffer, Orders, Targets
-from llm_datadist.integrations.vllm.staging import Ring, staged_slots
+from llm_datadist.integrations.vllm.staging import SlotPool, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -66,12 +60,17 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.datadist.scheduler")
 
 
-@dataclass(frozen=True)
-class _GrantedRequest:
+@dataclass(eq=False, kw_only=True)
+class Tracked(RequestStates):
+    """A request, until it ends; its fetch or offer may outlive it, and an offer may meet the next request of its id."""
+
     request: Request
-    tokens: int  # of the prompt, then
-    groups: Targets
-    reference: str
+    source: tuple[KvOffer, bytes] = field(init=False, repr=False)  # from VERIFIED on: the offer to fetch, and its token
+    tokens: int = 0  # from GRANTED on: of the prompt
+    groups: Targets = field(default_factory=list)
+    reference: str = ""
+    kept: list[KVCacheBlock] = field(default_factory=list)  # from OFFERED on: blocks that vLLM had freed
+    ranks: int = 0  # whose grants last
 
 
 class Scheduler:
@@ -88,19 +87,13 @@ class Scheduler:
         self.ranks: list[RankEndpoint] = []  # empty: this engine offers nothing
         self._beside = False  # other parts of a MultiConnector
         self._layout: Layout
-        # Until it has blocks or ends: its verified offer and token; empty: refused; None: not verified yet.
-        self._asked: dict[str, tuple[KvOffer, bytes] | tuple[()] | None] = {}
-        self._prompts: dict[str, Request] = {}  # to be decoded elsewhere: until granted, or ended
-        self.granted: dict[str, _GrantedRequest] = {}  # until they end
+        self.requests: dict[str, Tracked] = {}
         self.max_unclaimed = int(option("max_unclaimed_blocks", kv_cache_config.num_blocks // 2))
-        self.unclaimed: dict[str, list[int]] = {}  # by request: blocks under a grant without a claim
-        self._held: Counter[int] = Counter()  # requests of ``unclaimed`` with the block
+        self.unclaimed: Counter[int] = Counter()  # by block: its requests with a grant without a claim
         self.pool: BlockPool  # vLLM's
-        self._kept: dict[str, list[KVCacheBlock]] = {}  # by offered request: blocks that vLLM had freed
         offering, fetching, _ = staged_slots(vllm_config, kv_cache_config, self._windows)
         self._staged = fetching.stop > 0
-        self.offering, self.fetching = Ring(offering), Ring(fetching)
-        self._offered: Counter[str] = Counter()  # handed out from slots: ranks whose grants last
+        self.offering, self.fetching = SlotPool(offering), SlotPool(fetching)
         self._orders = Orders()
         self.stats = Stats()
 
@@ -115,22 +108,39 @@ class Scheduler:
 
     def needs_steps(self) -> bool:
         """Return True until the endpoints are known, and while slots are offered."""
-        return bool(self._offered or (self._transfer.is_kv_producer and not self.ranks))
+        offered = self._staged and any(each.offer in HANDED_OUT for each in self.requests.values())
+        return offered or bool(self._transfer.is_kv_producer and not self.ranks)
+
+    def _fire(self, tracked: Tracked, event: Event) -> bool:
+        """Take a transition; end what the new states do not have. Return False if the states do not name the event."""
+        was_unclaimed, request_id = tracked.offer in UNCLAIMED, tracked.request.request_id
+        changed = tracked.fire(event)
+        if was_unclaimed and tracked.offer not in UNCLAIMED:
+            self.unclaimed -= Counter(_numbers(tracked.groups))
+        if tracked.fetch is Fetch.NONE:
+            self.fetching.free(request_id)
+        if tracked.offer is Offer.NONE:
+            self.offering.free(request_id)
+        if tracked.fetch is Fetch.NONE and tracked.offer is Offer.NONE:
+            self.requests.pop(request_id, None)
+        return changed
 
     def on_new_request(self, request: Request) -> None:
         asked: dict[str, Any] = params if isinstance(params := request.kv_transfer_params, dict) else {}
-        if self._transfer.is_kv_producer and asked.get("do_remote_decode") and request.request_id not in self._offered:
-            self._prompts[request.request_id] = request
         self._adapters.begin(request.lora_request)
+        tracked = self.requests.setdefault(request.request_id, Tracked(request=request))
+        tracked.request = request
+        if self._transfer.is_kv_producer and asked.get("do_remote_decode"):
+            tracked.fire(Event.NAME_READER)
         if asked.get("do_remote_prefill") or FIELD in asked:
-            self._asked[request.request_id] = None
-            self._verify(request)
+            tracked.fire(Event.NAME_OFFER)
+            self._verify(tracked)
 
-    def _verify(self, request: Request) -> None:
+    def _verify(self, tracked: Tracked) -> None:
         """Verify the offer of a request, once, when its adapter is known."""
-        if self._asked.get(request.request_id, False) is not None or self._adapters.pending(request.lora_request):
+        request = tracked.request
+        if tracked.fetch is not Fetch.UNVERIFIED or self._adapters.pending(request.lora_request):
             return
-        self._asked[request.request_id] = ()
         try:
             offer, token = KvOffer.read((request.kv_transfer_params or {}).get(FIELD), self._keys)
             if self._staged and not self._transfer.is_kv_consumer:
@@ -140,10 +150,12 @@ class Scheduler:
             self._require_all(offer, request.num_prompt_tokens)
         except ParamError as error:
             logger.error("request %s: %s", request.request_id, error)
+            tracked.fire(Event.REFUSE)
         else:
-            self._asked[request.request_id] = offer, token
+            tracked.source = offer, token
+            tracked.fire(Event.VERIFY)
             if not self._transfer.is_kv_producer:
-                self._orders.claims[request.request_id] = offer, token
+                self._orders.claims[request.request_id] = tracked.source
 
     def _require_all(self, offer: KvOffer, tokens: int) -> None:
         """Raise ParamError unless an offer has all that the last of so many tokens reads."""
@@ -159,22 +171,24 @@ class Scheduler:
         """Return how many tokens a fetch would add to the computed ones; None to wait for slots, or for an adapter."""
         if self._adapters.pending(request.lora_request):
             return None
-        self._verify(request)
-        asked = self._asked.get(request.request_id)
+        if (tracked := self.requests.get(request.request_id)) is None:
+            return 0
+        self._verify(tracked)
         # vLLM computes the last token in any case.
-        count = 0 if asked is None else max(0, request.num_prompt_tokens - 1 - num_computed)
-        if self._staged and (asked if count else request.request_id in self._prompts):
-            ring, have = (self.fetching, num_computed) if count else (self.offering, 0)
-            if not ring.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
+        count = max(0, request.num_prompt_tokens - 1 - num_computed) if tracked.fetch in WAITING else 0
+        if self._staged and (tracked.fetch is Fetch.VERIFIED if count else tracked.offer is Offer.COMPUTING):
+            slots, have = (self.fetching, num_computed) if count else (self.offering, 0)
+            if not slots.take(request.request_id, self._spans(have, request.num_prompt_tokens)):
                 return None
         return count
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        if request.request_id not in self._asked:
+        tracked = self.requests.get(request.request_id)
+        if tracked is None or tracked.fetch not in WAITING:
             return
         if not num_external:
-            self._drop(request.request_id)
-        elif self._take_claim(request.request_id):  # once for each request
+            self._skip(tracked)
+        elif self._claim(tracked, Event.ALLOCATE):
             tokens = request.num_prompt_tokens
             targets = self._needed(blocks.get_block_ids(), tokens - 1 - num_external, tokens)
             if self._staged:
@@ -184,17 +198,17 @@ class Scheduler:
         else:
             self._orders.refused.append(request.request_id)
 
-    def _take_claim(self, request_id: str) -> bool:
-        """Return whether a request has its claim, or now gets it; False if it was refused or not verified."""
-        asked = self._asked.pop(request_id)
-        if asked and self._transfer.is_kv_producer:
-            self._orders.claims[request_id] = asked
-        return bool(asked)
+    def _claim(self, tracked: Tracked, event: Event) -> bool:
+        """Take the end of a wait for blocks; return True if the request has its claim, or now gets it."""
+        verified = tracked.fetch is Fetch.VERIFIED
+        if verified and self._transfer.is_kv_producer:
+            self._orders.claims[tracked.request.request_id] = tracked.source
+        self._fire(tracked, event)
+        return verified
 
-    def _drop(self, request_id: str) -> None:
-        if self._take_claim(request_id):
-            self._orders.drops.append(request_id)
-            self.fetching.free(request_id)
+    def _skip(self, tracked: Tracked) -> None:
+        if self._claim(tracked, Event.SKIP):  # the prefill engine need not keep its blocks
+            self._orders.drops.append(tracked.request.request_id)
 
     def _needed(self, block_ids: Sequence[list[int]], have: int, tokens: int) -> Targets:
         """Return the blocks that the last of so many tokens reads, from token ``have`` on."""
@@ -209,94 +223,92 @@ class Scheduler:
 
     def finished(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Hand out the offer of a granted request; return (keep its blocks, the params)."""
-        if self._prompts.pop(request.request_id, None):
-            self.offering.free(request.request_id)
-        if request.request_id in self._asked:  # without blocks: the prefill engine need not keep its own
-            self._drop(request.request_id)
-        if (granted := self.granted.get(request.request_id)) is None:
+        if (tracked := self.requests.get(request.request_id)) is None:
             return False, None
+        self._skip(tracked)
+        freed = self._freed(tracked, request, block_ids) if tracked.offer is Offer.GRANTED else None
+        if freed is None:
+            self._withdraw(tracked, Event.WITHDRAW)
+            return False, None
+        tracked.kept = [self.pool.blocks[each] for each in freed]
+        if tracked.kept:
+            self.pool.touch(tracked.kept)
+        tracked.ranks = len(self.ranks) if self._staged else 1  # else vLLM counts them
+        self._fire(tracked, Event.HAND_OUT)
+        self._orders.offered.append(request.request_id)
+        return not self._staged, self._params(tracked)
+
+    def _freed(self, granted: Tracked, request: Request, block_ids: Sequence[list[int]]) -> set[int] | None:
+        """Return granted blocks that vLLM has freed; None if this end of the request lets nothing be offered."""
         ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         same = request.num_prompt_tokens == granted.tokens  # not after more input to a streaming session
         kept = granted.groups if self._staged else self._needed(block_ids, 0, granted.tokens)
         freed = {*_numbers(granted.groups)} - {*_numbers(kept)}
-        if not (ended and same and (not freed or request.num_output_tokens == 1)):
-            self._revoke(request.request_id)
-            return False, None
-        del self.granted[request.request_id]
-        if self._staged:
-            self._offered[request.request_id] = len(self.ranks)
-        if freed:
-            self._kept[request.request_id] = [self.pool.blocks[each] for each in freed]
-            self.pool.touch(self._kept[request.request_id])
-        self._orders.offered.append(request.request_id)
+        return freed if ended and same and (not freed or request.num_output_tokens == 1) else None
+
+    def _params(self, tracked: Tracked) -> dict[str, Any]:
         if self._beside:  # parts of a MultiConnector may not give the same fields
-            return not self._staged, {FIELD: granted.reference}
-        return not self._staged, {
+            return {FIELD: tracked.reference}
+        return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [numbers for _, numbers in granted.groups],
+            "remote_block_ids": [numbers for _, numbers in tracked.groups],
             "remote_engine_id": self._transfer.engine_id,
-            "remote_request_id": request.request_id,
+            "remote_request_id": tracked.request.request_id,
             "remote_host": self.ranks[0].host,
             "remote_port": self.ranks[0].port,
             "tp_size": len(self.ranks),
             "dcp_size": 1,
             "pp_size": 1,
-            "remote_num_tokens": granted.tokens,
+            "remote_num_tokens": tracked.tokens,
             "remote_blocks_expiry_time": None,  # processes have different clocks
             "transfer_mode": "pull",
-            FIELD: granted.reference,
+            FIELD: tracked.reference,
         }
 
-    def _hold(self, request_id: str, blocks: list[int]) -> bool:
-        """Count blocks kept for a reader; return False if they would be too many."""
-        if len(self._held) + sum(block not in self._held for block in blocks) > self.max_unclaimed:
-            self.stats.add("refused_offers")
-            return False
-        self.unclaimed[request_id] = blocks
-        self._held.update(blocks)
-        return True
-
     def take_output(self, output: KVConnectorOutput) -> None:
-        """Forget requests whose grants were claimed or have ended."""
+        """Forget requests whose fetches or grants have ended."""
         told, sent = output.kv_connector_worker_meta, output.finished_sending or ()
         told = told if isinstance(told, ClaimedRequests) else ClaimedRequests()
         if told.endpoints and not self.ranks:
             self.take_endpoints(told.endpoints)
             self._beside = True
-        for request_id in {*told.requests, *sent}:
-            self._let_go(request_id)
-        for request_id in sent:
-            if kept := self._kept.pop(request_id, None):
-                self.pool.free_blocks(kept)
-        for request_id in output.finished_recving or ():
-            self.fetching.free(request_id)
-        self._offered -= told.ended
-        for request_id in told.ended.keys() - self._offered.keys():
-            self.offering.free(request_id)
+        for tracked in self._known(told.requests):
+            self._fire(tracked, Event.CLAIM)
+        for tracked in self._known(output.finished_recving or ()):
+            self._fire(tracked, Event.REPORT)
+        ended = told.ended if self._staged else Counter(sent)
+        for tracked in self._known(ended):
+            tracked.ranks -= ended[tracked.request.request_id]
+            if tracked.ranks <= 0 and self._fire(tracked, Event.RELEASE) and tracked.kept:
+                self.pool.free_blocks(tracked.kept)
 
-    def _let_go(self, request_id: str) -> None:
-        self._held -= Counter(self.unclaimed.pop(request_id, ()))
+    def _known(self, request_ids: Iterable[str]) -> list[Tracked]:
+        return [self.requests[each] for each in request_ids if each in self.requests]
 
     def take_orders(self, step: SchedulerOutput) -> Orders:
         """Return the orders of a step; they grant the prompts that it completes."""
-        for request_id in step.preempted_req_ids or ():
-            if request_id in self._prompts:
-                self.offering.free(request_id)
-            elif request_id in self.granted:  # granted anew, with another token, once it is computed again
-                self._prompts[request_id] = self._revoke(request_id)
-        block_state = step.kv_connector_block_state
-        for request_id in [each for each in step.num_scheduled_tokens if each in self._prompts] if block_state else ():
-            request = self._prompts[request_id]
-            computed = request.num_computed_tokens + step.num_scheduled_tokens[request_id]
-            block_ids = block_state.resolve_block_ids(request_id)
-            if self._staged:
-                self._save(request, computed, block_ids)
-            if computed >= request.num_prompt_tokens:
-                self._grant(self._prompts.pop(request_id), block_ids)
+        for tracked in self._known(step.preempted_req_ids or ()):
+            self._withdraw(tracked, Event.PREEMPT)  # granted anew, with another token, once it is computed again
+        state = step.kv_connector_block_state
+        for tracked in self._known(step.num_scheduled_tokens) if state else ():
+            if tracked.offer is Offer.COMPUTING:
+                request = tracked.request
+                computed = request.num_computed_tokens + step.num_scheduled_tokens[request.request_id]
+                block_ids = state.resolve_block_ids(request.request_id)
+                if self._staged:
+                    self._save(request, computed, block_ids)
+                if computed >= request.num_prompt_tokens:
+                    self._grant(tracked, block_ids)
         self.offering.closed = self.fetching.closed = False
         orders, self._orders = self._orders, Orders()
         return orders
+
+    def _withdraw(self, tracked: Tracked, event: Event) -> None:
+        if tracked.offer is Offer.GRANTED:
+            self._orders.revokes.append(tracked.request.request_id)
+        if self._fire(tracked, event):
+            self.offering.free(tracked.request.request_id)
 
     def stop(self) -> None:
         self._adapters.stop()
@@ -314,23 +326,27 @@ class Scheduler:
         else:
             self.stats.add("refused_offers", computed >= tokens)
 
-    def _grant(self, request: Request, block_ids: Sequence[list[int]]) -> None:
-        prompt, tokens = _prompt_digest(request, self._adapters), request.num_prompt_tokens
+    def _grant(self, tracked: Tracked, block_ids: Sequence[list[int]]) -> None:
+        request, tokens = tracked.request, tracked.request.num_prompt_tokens
+        prompt = _prompt_digest(request, self._adapters)
         held = self.offering.held.get(request.request_id, [])
         groups = held if self._staged else self._needed(block_ids, 0, tokens)
         blocks = _numbers(groups) if self.ranks else []
-        if prompt is None or not blocks or not (self._staged or self._hold(request.request_id, blocks)):
-            self.offering.free(request.request_id)
+        if prompt is None or not blocks or not (self._staged or self._count_unclaimed(blocks)):
+            self._fire(tracked, Event.WITHDRAW)
             return
-        reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
-        self.granted[request.request_id] = _GrantedRequest(request, tokens, groups, reference)
+        tracked.reference, token = KvOffer(prompt, groups, self.ranks, self._layout).sign(self._keys)
+        tracked.tokens, tracked.groups = tokens, groups
+        self._fire(tracked, Event.GRANT)
         self._orders.grants[request.request_id] = token, blocks
 
-    def _revoke(self, request_id: str) -> Request:
-        self._orders.revokes.append(request_id)
-        self.offering.free(request_id)
-        self._let_go(request_id)
-        return self.granted.pop(request_id).request
+    def _count_unclaimed(self, blocks: list[int]) -> bool:
+        """Count blocks kept for a reader; return False if they would be too many."""
+        if len(self.unclaimed) + sum(block not in self.unclaimed for block in blocks) > self.max_unclaimed:
+            self.stats.add("refused_offers")
+            return False
+        self.unclaimed.update(blocks)
+        return True
 
 
 def _numbers(groups: Targets) -> list[int]:

@@ -1,7 +1,7 @@
 """Staging: the KV of an accelerator passes through slots, host memory in this rank's pool, which peers can read.
 
 A slot holds one block of any group, because the layers of all groups share the places of a block. The scheduler gives
-out slots (:class:`Ring`); its orders name slots and blocks, the same on all ranks; workers copy.
+out slots (:class:`SlotPool`); its orders name slots and blocks, the same on all ranks; workers copy.
 
 | | prompt to be offered | KV to be fetched |
 |---|---|---|
@@ -77,8 +77,8 @@ def blocks_of(tokens: int, window: int | None, block_tokens: int) -> int:
     return blocks if window is None else min(blocks, -(-window // block_tokens) + 1)
 
 
-class Ring:
-    """Slots of the requests that have them. Threads: the scheduler's.
+class SlotPool:
+    """Free slots, and those that requests have. Threads: the scheduler's.
 
     Once a request did not get its slots, none gets any until the next step: vLLM asks in the order of its queue, in
     which small requests must not pass a large one for ever.

@@ -41,7 +41,7 @@ from llm_datadist.integrations.lookups import Lookups
 from llm_datadist.integrations.vllm.identity import Adapters
 from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.offers import FIELD
-from llm_datadist.integrations.vllm.staging import Ring, staged_slots
+from llm_datadist.integrations.vllm.staging import SlotPool, staged_slots
 from llm_datadist.integrations.vllm.stats import LOST, Stats
 from llm_datadist.store import StoreClient, StoreOptions
 
@@ -151,7 +151,7 @@ class StoreScheduler:
         self._numbers = count()
         saving, loading, _ = staged_slots(vllm_config, kv_cache_config, [None])
         self._staged = loading.stop > 0
-        self.save_slots, self.load_slots = Ring(saving), Ring(loading)
+        self.save_slots, self.load_slots = SlotPool(saving), SlotPool(loading)
         self._low = kv_cache_config.num_blocks // 20
         self._quarter = max(1, kv_cache_config.num_blocks // 4)
         self._most = min(self._quarter, len(saving)) if self._staged else self._quarter  # that are saved at once

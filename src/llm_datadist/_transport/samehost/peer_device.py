@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.exports import RegionDescriptor
 
-_LINK_SECONDS: Final = 1.0  # most that a link waits for imports, which take milliseconds
+_LINK_SECONDS: Final = 3.0  # most that a link waits for imports, which take milliseconds on an idle host
 _LATE_SECONDS: Final = 5.0
 _MAX_LATE: Final = 16  # imports that have taken longer; while there are so many, none is begun
 
@@ -127,7 +127,7 @@ def _because(described: RegionDescriptor, why: str) -> str:
 def _unmap_elsewhere(segments: list[DeviceSegment]) -> None:
     def unmap() -> None:
         for segment in segments:
-            segment.unmap()
+            segment.close()
 
     try:
         _thread.start_new_thread(unmap, ())

@@ -1,6 +1,6 @@
 """Packets of the same-host rendezvous, with descriptors of memory: messages on a ``SOCK_SEQPACKET`` unix socket.
 
-Only form and limits are checked here; :mod:`llm_datadist._transport.peer_memory` checks the memory.
+Only form and limits are checked here; :mod:`llm_datadist._transport.samehost.peer_memory` checks the memory.
 """
 
 from __future__ import annotations

@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._native import (
     MAX_REQUEST_RUNS,
-    Device,
     Ending,
     LaneLoad,
     Outcome,
-    await_work,
-    check_plan,
     encode_request,
     usable_cpus,
 )
@@ -28,7 +25,8 @@ from llm_datadist._native.plan import split_plan
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
-from llm_datadist._transport.lanes import (
+from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
+from llm_datadist._transport.tcp.lanes import (
     LANE_PREAMBLE,
     TOKEN_BYTES,
     LaneGroup,
@@ -39,7 +37,6 @@ from llm_datadist._transport.lanes import (
     dial_lanes,
     read_lane_greeting,
 )
-from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
     AuthFailed,
@@ -174,12 +171,8 @@ class TcpConnection(ServedConnection):
         self.group.close()  # running calls wait for their jobs, which end with the lanes
 
     def _move(self, transfer: Transfer) -> None:
-        group, plan, place = self.group, transfer.plan, transfer.local.place
-        if place.device >= 0:
-            Device.open(place.device)  # raises if it has failed
-            if not await_work(transfer.deadline.expires_ns, transfer.deadline.cancelled):
-                raise transfer.timeout(0)
-        check_plan(plan, *transfer.sides())
+        group, plan = self.group, transfer.plan
+        transfer.prepare()
         if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
         try:
@@ -212,14 +205,7 @@ def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
     lane = group.choose(deadline)
     with LaneLoad(group.loads, lane, plan.nbytes, group.doubts if write else None) as load:
         end = engine.move(
-            lane,
-            write,
-            remote.handle,
-            remote.extent,
-            plan,
-            local.native,
-            deadline.expires_ns,
-            deadline.cancelled,
+            lane, write, remote.handle, remote.extent, plan, local.native, deadline.expires_ns, deadline.cancelled
         )
         load.answered = end[0] in _ANSWERED
     if end[0] is Ending.GOOD:
@@ -249,7 +235,7 @@ class _LaneTransfer:
         """Move every part. Once this returns or raises, nothing touches local memory."""
         plan, remote, write = self._transfer.plan, self._transfer.remote, self._transfer.write
         large = plan.nbytes > _MAX_PART_BYTES
-        shared = max(1, len(self._group) - large)
+        shared = max(1, len(self._group) - 1 if large else len(self._group))
         part_bytes = min(max(-(-plan.nbytes // shared), ONE_REQUEST_BYTES), _MAX_PART_BYTES)
         lane = None
         try:

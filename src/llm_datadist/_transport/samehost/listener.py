@@ -30,9 +30,9 @@ from llm_datadist._checks import HERE
 from llm_datadist._log import logger
 from llm_datadist._native import close_elsewhere, readable
 from llm_datadist._native.public_call import public_call
-from llm_datadist._transport.cma import probe
-from llm_datadist._transport.peer_memory import PeerMemory, PeerProcess, peer_credentials
-from llm_datadist._transport.rendezvous import (
+from llm_datadist._transport.samehost.cma import probe
+from llm_datadist._transport.samehost.peer_memory import PeerMemory, PeerProcess
+from llm_datadist._transport.samehost.rendezvous import (
     MemoryOffer,
     Packet,
     Refusal,
@@ -42,6 +42,7 @@ from llm_datadist._transport.rendezvous import (
     pass_rights,
     send_packet,
 )
+from llm_datadist._transport.users import peer_credentials
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:

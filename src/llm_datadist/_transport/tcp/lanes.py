@@ -266,11 +266,6 @@ class LaneGroup:
         self._moved[lane] = time.monotonic_ns()
         self.suspects.discard(lane)
 
-    @property
-    def doubted(self) -> int:
-        """Newest lane with a write that ended without the owner's answer."""
-        return self.doubts[0]
-
     def add(self, lane: int) -> bool:
         """Add a new lane; return False if the group is closed."""
         with self._lock:
@@ -318,12 +313,12 @@ class LaneGroup:
 
     @property
     def doubts_writes(self) -> bool:
-        return self.doubted > self.given_up
+        return self.doubts[0] > self.given_up
 
     def give_up_writes(self, tell: Callable[[], int]) -> tuple[int, int]:
         told = self.told  # read once: other threads replace it
-        if self.doubted > told[0]:
-            newest = max([self.doubted, *self.lanes()])  # older than any lane dialled from here on
+        if self.doubts[0] > told[0]:
+            newest = max([self.doubts[0], *self.lanes()])  # older than any lane dialled from here on
             self.told = told = newest, tell()
         return told
 

@@ -2,47 +2,43 @@
 
 NIXL cannot stop a transfer. Only the end of its agent does: that closes its connections and, with RDMA, makes its keys
 invalid. So each side of a link has up to three agents of its own: a *sender*, which starts transfers, and *receivers*
-of its pulls and of the peer's pushes. Only the receiver of pulls has a thread of UCX that makes progress: at a sender
-it would fight for one lock with the thread that waits, at half the speed.
+of its pulls and of the peer's pushes.
+
+Threads: one at a time uses an agent (:mod:`.slots`). Only the receiver of pulls has a thread of UCX, which makes its
+progress: at a sender that would fight for one lock with the thread that waits, at half the speed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import logging.config
 import os
-import re
 import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
-from llm_datadist._checks import clean
 from llm_datadist._log import logger
+from llm_datadist._transport.nixl.bindings import (
+    NixlFailed,
+    import_bindings,
+    installed,
+    package_version,
+    ucx_transports,
+)
+from llm_datadist._transport.nixl.messages import Address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
-NOT_INSTALLED: Final = (
-    "NIXL is not installed: pip install 'open-datadist[nixl]', or without the torch that its wheel declares and never "
-    "imports: pip install --no-deps nixl nixl-cu12"
-)
-#: What an agent is told to use. NIXL takes one name, not a list; "ib" stands for all RDMA, that of EFA too.
-_TLS: Final = {"rdma": "ib", "tcp": "tcp"}
-#: Names that UCX_TLS may have: for memory of GPUs, which NIXL wants where there are some, and between hosts.
-_GPU: Final = re.compile(r"(cuda|gdr|rocm|ze|gaudi)(_\w+)?")
-_RDMA: Final = re.compile(r"ib|srd|(rc|dc)(_\w+)?")
-_BETWEEN_HOSTS: Final = re.compile(rf"tcp|ud(_\w+)?|{_RDMA.pattern}")
 #: No cache of registrations: what is moved is registered. To make one UCX reads the program break and stores it for
 #: malloc, without malloc's lock. If another thread's malloc raises it in between, that ends the process.
 _NO_CACHE: Final = "RCACHE_ENABLE=n"
@@ -58,47 +54,6 @@ _QUICK_POLLS: Final = 50  # polls without a pause, enough for a small transfer
 HOST: Final = -1  # in place of a GPU's ordinal
 _making = threading.Lock()  # tells the threads of a new agent from those of another one
 os.register_at_fork(after_in_child=lambda: globals().update(_making=threading.Lock()))
-
-
-class NixlFailed(Exception):
-    """Failure inside NIXL; bytes may have moved, and may still."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(clean(text))  # a part may be a peer's text
-
-
-class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Address of a receiver; ``metadata`` is empty if the peer knows this ``version`` of it.
-
-    ``package``: version of NIXL, for errors: metadata of another version may be unreadable.
-    """
-
-    name: Annotated[str, msgspec.Meta(max_length=32)]
-    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-    metadata: bytes
-    package: Annotated[str, msgspec.Meta(max_length=64)]
-
-    @property
-    def known_as(self) -> str:
-        return f"{self.name}/{self.version}"
-
-
-def installed() -> bool:
-    """Return True if the package is there; it is not imported."""
-    try:
-        return importlib.util.find_spec("nixl") is not None
-    except ImportError:
-        return False
-
-
-@cache
-def package_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("nixl")
-    except PackageNotFoundError:
-        return "?"
 
 
 @cache
@@ -126,38 +81,6 @@ def fabric() -> str:
     return "tcp"
 
 
-def ucx_transports(fabric: str) -> str:
-    """Return what UCX may use for a fabric: ``UCX_TLS`` if set, because then NIXL sets nothing. Raises NixlFailed.
-
-    No shared memory: an agent's end does not stop a writer that has mapped it.
-    """
-    if (chosen := os.environ.get("UCX_TLS")) is None:
-        return _TLS[fabric]
-    names = [name for name in chosen.split(",") if not _GPU.fullmatch(name)]
-    if not all(map(_BETWEEN_HOSTS.fullmatch, names)):
-        raise NixlFailed(
-            f"UCX_TLS={chosen} may let UCX use shared memory, where a transfer that was given up cannot be stopped: "
-            "name transports between hosts, or leave it unset"
-        )
-    if fabric == "tcp" and "tcp" not in names:
-        raise NixlFailed(f"UCX_TLS={chosen} lacks tcp")
-    if fabric == "rdma" and not (names and all(map(_RDMA.fullmatch, names))):
-        raise NixlFailed(f"UCX_TLS={chosen} is not RDMA alone")
-    return chosen
-
-
-def why_no_gpu() -> str:
-    """Return why UCX may not move memory of a GPU here, if so.
-
-    Without cuda_copy UCX takes it for the host's. cuda_ipc maps it in the peer, which an agent's end does not stop; and
-    what gdr_copy does then nobody has looked at.
-    """
-    chosen = os.environ.get("UCX_TLS", "")
-    if [name for name in chosen.split(",") if _GPU.fullmatch(name)] == ["cuda_copy"]:
-        return ""
-    return f"UCX_TLS={chosen}: must name cuda_copy and no other transport of GPU memory, as in tcp,cuda_copy"
-
-
 def spans_of(
     bases: NDArray[np.uint64], offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64], device: int = HOST
 ) -> NDArray[np.uint64]:
@@ -166,13 +89,6 @@ def spans_of(
     np.add(bases[:, None], offsets[None, :], out=spans[:, :, 0])
     spans[:, :, 1] = nbytes
     return spans.reshape(-1, 3)
-
-
-@dataclass(slots=True)
-class BytesDone:
-    """Bytes of a transfer's parts that have ended."""
-
-    done: int = 0
 
 
 class Agent:
@@ -192,7 +108,7 @@ class Agent:
         self.others: set[tuple[int, int, int]] = set()
         self._metadata = b""  # of this version, once needed
         self._nixl: Any = None  # until end(). No frame may hold it, because exceptions keep frames
-        self._api = _import_bindings()
+        self._api = import_bindings()
         try:
             transports = ucx_transports(fabric)
             config = self._api.nixlAgentConfig()
@@ -260,38 +176,32 @@ class Agent:
         here: NDArray[np.uint64],
         there: NDArray[np.uint64],
         turn: Callable[[], object],
-        progress: BytesDone,
+        moved: Callable[[int], None],
         devices: tuple[int, int] = (HOST, HOST),
     ) -> None:
         """Move the bytes of the descriptors ``here`` to ("WRITE"), or from ("READ"), those ``there``.
 
-        ``devices``: GPU or HOST, here and there. ``peer`` is loaded. ``turn`` runs between steps and may raise. After
-        an exception bytes may move until :meth:`end`.
+        ``devices``: GPU or HOST, here and there. ``peer`` is loaded. ``turn`` runs between steps and may raise;
+        ``moved`` gets the bytes of each part. After an exception bytes may move until :meth:`end`.
         """
         operation = getattr(self._api, f"NIXL_{verb}")
-        ends = np.cumsum(here[:, 1])
-        first = 0
-        posted: deque[tuple[int, int]] = deque()
+        parts, posted = deque(_parts_of(here[:, 1])), deque[tuple[int, int]]()
         try:
-            while first < len(here) or posted:
+            while parts or posted:
                 turn()
-                if first < len(here) and len(posted) < _PARTS_ON_THEIR_WAY:
-                    begun = int(ends[first - 1]) if first else 0
-                    last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
-                    spans = [
-                        self._api.nixlXferDList(self._segment(device), each[first:last])
-                        for each, device in ((here, devices[0]), (there, devices[1]))
-                    ]
+                if parts and len(posted) < _PARTS_ON_THEIR_WAY:
+                    part, nbytes = parts.popleft()
+                    sides = (here[part], devices[0]), (there[part], devices[1])
+                    spans = [self._call("nixlXferDList", self._segment(at), each, of="_api") for each, at in sides]
                     handle = self._call("createXferReq", operation, *spans, peer, "", self._ucx)
-                    posted.append((handle, int(ends[last - 1]) - begun))
+                    posted.append((handle, nbytes))
                     self._call("postXferReq", handle, "")
-                    first = last
                     continue
                 handle, nbytes = posted[0]
                 self._wait(handle, turn)
                 posted.popleft()
                 self._release(handle)
-                progress.done += nbytes
+                moved(nbytes)
         finally:
             for handle, _ in posted:
                 self._release(handle)
@@ -322,7 +232,11 @@ class Agent:
         self._nixl = None
 
     def cpu_seconds(self) -> float:
-        return sum(_cpu_seconds(thread) for thread in self.threads)
+        seconds = 0.0
+        for thread in self.threads:
+            with suppress(OSError):  # it has ended
+                seconds += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+        return seconds
 
     def _segment(self, device: int) -> Any:  # noqa: ANN401 (NIXL has no types)
         return self._api.DRAM_SEG if device == HOST else self._api.VRAM_SEG
@@ -332,42 +246,28 @@ class Agent:
         for address, nbytes, device in spans:
             described.setdefault(self._segment(device), []).append((address, nbytes, max(0, device), ""))
         for segment, each in described.items():
-            self._call("registerMem", self._api.nixlRegDList(segment, each), self._ucx)
+            self._call("registerMem", self._call("nixlRegDList", segment, each, of="_api"), self._ucx)
         self.version += 1
         self._metadata = b""
 
-    def _call(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 (NIXL has no types)
+    def _call(self, method: str, *arguments: Any, of: str = "_nixl") -> Any:  # noqa: ANN401 (NIXL has no types)
         if self._nixl is None:
             raise NixlFailed("the agent has ended")
         try:
-            return getattr(self._nixl, method)(*arguments)
+            return getattr(getattr(self, of), method)(*arguments)
         except MemoryError:
             raise
         except Exception as error:
             raise NixlFailed(str(error) or type(error).__name__) from error
 
 
-def _import_bindings() -> Any:  # noqa: ANN401 (NIXL has no types)
-    """Return NIXL's bindings; ``logging.config.dictConfig`` does nothing in this thread while they are imported.
-
-    NIXL calls it then and has no switch for that. The call would close all handlers of the program, and one that was
-    opened with mode "w" would log nothing afterwards.
-    """
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # UCX's default is stdout, which belongs to the program
-    configure, importing = logging.config.dictConfig, threading.get_ident()
-
-    def configure_elsewhere(config: Any) -> None:  # noqa: ANN401 (a dict, or the type that typeshed has for it)
-        if threading.get_ident() != importing:
-            configure(config)
-
-    logging.config.dictConfig = configure_elsewhere
-    try:
-        from nixl import _bindings
-    except ImportError as error:
-        raise NixlFailed(f"{NOT_INSTALLED} ({error})") from error
-    finally:
-        logging.config.dictConfig = configure
-    return _bindings
+def _parts_of(nbytes: NDArray[np.uint64]) -> Iterator[tuple[slice, int]]:
+    """Yield the parts of a transfer, with the bytes of each; ``nbytes`` of each descriptor. A large one is a part."""
+    ends, first, begun = np.cumsum(nbytes), 0, 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, begun + _PART_BYTES, side="right")))
+        yield slice(first, last), int(ends[last - 1]) - begun
+        first, begun = last, int(ends[last - 1])
 
 
 def keep_for_ever(owner: object) -> None:
@@ -379,10 +279,3 @@ def _threads() -> frozenset[int]:
     """Return the ids of this process's threads that are unknown to Python."""
     python = {thread.native_id for thread in threading.enumerate()}
     return frozenset(int(name) for name in os.listdir("/proc/self/task") if int(name) not in python)
-
-
-def _cpu_seconds(thread: int) -> float:
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-    except OSError:  # it has ended
-        return 0.0
