@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from llm_datadist.bench import BenchError
-from llm_datadist.bench.cases import Case, Request, cases_of
-from llm_datadist.bench.processes import Build, RunningContender
-from llm_datadist.bench.progress import steps
-from llm_datadist.bench.workload import Op
+from llm_datadist.tools.bench import BenchError
+from llm_datadist.tools.bench.cases import Case, Request, cases_of
+from llm_datadist.tools.bench.processes import Build, RunningContender
+from llm_datadist.tools.bench.progress import steps
+from llm_datadist.tools.bench.workload import Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from llm_datadist.bench.cases import size_text
-from llm_datadist.bench.rows import Row
-from llm_datadist.bench.suite import Floor, counts_calls, floors
-from llm_datadist.bench.workload import BenchMemory, Op
+from llm_datadist.tools.bench.cases import size_text
+from llm_datadist.tools.bench.rows import Row
+from llm_datadist.tools.bench.suite import Floor, counts_calls, floors
+from llm_datadist.tools.bench.workload import BenchMemory, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ import numpy as np
 
 from llm_datadist._memory.segment import AddressRange
 from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, parse_blocks, plan_blocks
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -40,7 +40,7 @@ from benchmarks.measure_peers import Peer, close_peers, offer
 from faults.harness import Processes, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._memory.host import available_memory
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 from tests.support.ends import Call
 from tests.support.linking import SUCCESS, info, link
 

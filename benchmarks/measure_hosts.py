@@ -16,13 +16,13 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist.bench.cases import Request, cases_of, size_text
-from llm_datadist.bench.contenders.base import ENV_HOST, Role
-from llm_datadist.bench.driver import run
-from llm_datadist.bench.processes import Build
-from llm_datadist.bench.report import BenchReporter
-from llm_datadist.bench.workload import Op
 from llm_datadist.config import INSECURE_VARIABLE
+from llm_datadist.tools.bench.cases import Request, cases_of, size_text
+from llm_datadist.tools.bench.contenders.base import ENV_HOST, Role
+from llm_datadist.tools.bench.driver import run
+from llm_datadist.tools.bench.processes import Build
+from llm_datadist.tools.bench.report import BenchReporter
+from llm_datadist.tools.bench.workload import Op
 from tests.hosts.network import Namespace, first_namespace
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from llm_datadist import (
     LLMStatusCode,
     TransferWithCacheKeyConfig,
 )
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import numpy as np
 
 from faults.harness import Processes, numbered, words_of
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMDataDist, LLMRole
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 from tests.support.ends import Call
 from tests.support.linking import SUCCESS, info
 from tests.support.world import make_config

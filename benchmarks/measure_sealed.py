@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 from llm_datadist.views import tensor_views
 from tests.support.linking import SUCCESS, info, link, unlink
 

@@ -18,10 +18,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from llm_datadist.bench.contenders.base import Facts, Role
-from llm_datadist.bench.contenders.ours import KEY, Ours
-from llm_datadist.bench.progress import steps
-from llm_datadist.bench.workload import BenchWorkload, Op
+from llm_datadist.tools.bench.contenders.base import Facts, Role
+from llm_datadist.tools.bench.contenders.ours import KEY, Ours
+from llm_datadist.tools.bench.progress import steps
+from llm_datadist.tools.bench.workload import BenchWorkload, Op
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:

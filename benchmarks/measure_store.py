@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, DataType
-from llm_datadist.bench.contenders.limits import RawBlocks, copy_raw
 from llm_datadist.cache_manager import CacheManager
 from llm_datadist.store import StoreClient, StoreOptions, StoreServer, namespace
+from llm_datadist.tools.bench.contenders.limits import RawBlocks, copy_raw
 from llm_datadist.views import tensor_views
 from tests.support.ends import ChildEnd
 

@@ -27,8 +27,8 @@ import numpy as np
 from faults.harness import Outcome, Processes, Report, Words, differing, numbered, outcome_of, words_of
 from faults.midcopy import peek, stop_inside_copy
 from llm_datadist import BlocksCacheKey, Cache, CacheDesc, CacheKey, DataType
-from llm_datadist.bench.progress import steps
 from llm_datadist.errors import DeadlineExceeded, OutOfMemory
+from llm_datadist.tools.bench.progress import steps
 from tests.support.ends import ChildEnd
 from tests.support.linking import links
 from tests.support.moves import wait_until

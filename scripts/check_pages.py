@@ -24,7 +24,7 @@ ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
 SOURCE: Final = ROOT / "src" / "llm_datadist"
 #: They have threads and constants of their own.
-TOOLS: Final = {"bench", "cli", "demo", "doctor", "testing"}
+TOOLS: Final = {"testing", "tools"}
 
 #: Pages, and the most words of each. A word has a letter or a digit, so rules of tables are none.
 _USERS: Final = """
@@ -170,7 +170,7 @@ def citations() -> Iterator[str]:
 # --- architecture.md --------------------------------------------------------------------------------------------------
 def _layers() -> list[set[str]]:
     """Return the layers of the contract, the lowest first."""
-    (contract,) = _contracts("layers")
+    (contract,) = (each for each in _contracts("layers") if each["containers"] == ["llm_datadist"])
     return [set(layer.split(" | ")) for layer in reversed(contract["layers"])]
 
 
@@ -363,7 +363,7 @@ def pins() -> Iterator[str]:
 
 def commands() -> Iterator[str]:
     """Compare the table of commands with those of the program."""
-    app = import_module("llm_datadist.cli.app").app
+    app = import_module("llm_datadist.tools.cli.app").app
     true = [each.callback.__name__ for each in app.registered_commands] + [each.name for each in app.registered_groups]
     rows = _table("commands", "command", "does", "page")
     yield from _differ("commands.md", [_spans(row[0])[0].rpartition(" ")[2] for row in rows], true)

@@ -16,7 +16,7 @@ from benchmarks.profile_pull import publish
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._statistics_page import instances
-from llm_datadist.cli.top_screen import Top
+from llm_datadist.tools.cli.top_screen import Top
 
 _PICTURE = Path(__file__).parent.parent / "docs/pictures/top.svg"
 _SECONDS = 4.0

@@ -36,10 +36,10 @@ from llm_datadist._cache import registry
 from llm_datadist._links import link
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._memory.guards import GuardTable
-from llm_datadist.bench.cases import size_text
-from llm_datadist.bench.rows import Row
-from llm_datadist.bench.suite import floors
 from llm_datadist.cache_manager import CacheManager
+from llm_datadist.tools.bench.cases import size_text
+from llm_datadist.tools.bench.rows import Row
+from llm_datadist.tools.bench.suite import floors
 from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules, run
 
@@ -420,7 +420,7 @@ def test_the_page_about_pools_shows_what_the_command_prints() -> None:
     pytest.importorskip("typer", reason="the command needs the extra [cli]")
     from typer.testing import CliRunner
 
-    from llm_datadist.cli.app import app
+    from llm_datadist.tools.cli.app import app
 
     example = re.compile(r"^\$ llm-datadist (size .*)\n([^`]*)```", re.MULTILINE)
     [(arguments, printed)] = example.findall(_text(DOCS / "howto-pools.md"))

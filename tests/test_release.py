@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 
 import llm_datadist
-from llm_datadist.doctor import kernel
+from llm_datadist.tools.doctor import kernel
 from tests.support.source import ROOT, run
 
 CHANGELOG: Final = ROOT / "CHANGELOG.md"

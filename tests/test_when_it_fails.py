@@ -505,7 +505,7 @@ def _(stage: Stage) -> None:
 
 @scene("llm-datadist needs")
 def _(stage: Stage) -> None:
-    code = "import sys; sys.modules['typer'] = None; from llm_datadist.cli import main; sys.exit(main())"
+    code = "import sys; sys.modules['typer'] = None; from llm_datadist.tools.cli import main; sys.exit(main())"
     stage.printed += run(sys.executable, "-c", code).stderr.splitlines()
 
 

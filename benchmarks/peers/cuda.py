@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 import numpy as np
 
-from llm_datadist.bench import cuda
-from llm_datadist.bench.contenders.base import Contender, Facts, Role, exchange
-from llm_datadist.bench.contenders.limits import RawBlocks
-from llm_datadist.bench.workload import BESIDE_GPU, BenchMemory, BenchWorkload, Op, mirrors, verify_front
+from llm_datadist.tools.bench import cuda
+from llm_datadist.tools.bench.contenders.base import Contender, Facts, Role, exchange
+from llm_datadist.tools.bench.contenders.limits import RawBlocks
+from llm_datadist.tools.bench.workload import BESIDE_GPU, BenchMemory, BenchWorkload, Op, mirrors, verify_front
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from llm_datadist.bench.workload import Bytes
+    from llm_datadist.tools.bench.workload import Bytes
 
 __all__ = ["CudaBatch", "CudaCopy", "CudaLoop"]
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from llm_datadist.bench.contenders import why_not_importable
-from llm_datadist.bench.contenders.base import Contender, Facts
-from llm_datadist.bench.workload import BenchWorkload, Op, private_tensors
+from llm_datadist.tools.bench.contenders import why_not_importable
+from llm_datadist.tools.bench.contenders.base import Contender, Facts
+from llm_datadist.tools.bench.workload import BenchWorkload, Op, private_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

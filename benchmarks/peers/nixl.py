@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from llm_datadist.bench import cuda
-from llm_datadist.bench.contenders import why_not_importable
-from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, mirrors, private_tensors
+from llm_datadist.tools.bench import cuda
+from llm_datadist.tools.bench.contenders import why_not_importable
+from llm_datadist.tools.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.tools.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, mirrors, private_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

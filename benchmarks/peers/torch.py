@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from llm_datadist.bench.contenders import why_not_importable
-from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.workload import BESIDE_GPU, BenchMemory, BenchWorkload, Op, mirrors, tensors_like
+from llm_datadist.tools.bench.contenders import why_not_importable
+from llm_datadist.tools.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.tools.bench.workload import BESIDE_GPU, BenchMemory, BenchWorkload, Op, mirrors, tensors_like
 
 if TYPE_CHECKING:
-    from llm_datadist.bench.workload import Bytes
+    from llm_datadist.tools.bench.workload import Bytes
 
 __all__ = ["Torch", "TorchGpu"]
 

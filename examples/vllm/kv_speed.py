@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from five_cases import ROLES, answer, offer_of, prompts
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 from model import build
 from servers import CONNECTORS, Server, Servers
 

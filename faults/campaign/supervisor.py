@@ -29,7 +29,7 @@ from faults.campaign.schedule import TRANSPORTS, WORKERS, Epoch, Event, plan_epo
 from faults.harness import holds_within
 from faults.relay import Relay
 from llm_datadist._links.credentials import new_secret
-from llm_datadist.bench.progress import BenchProgress
+from llm_datadist.tools.bench.progress import BenchProgress
 from tests.support.ends import ChildEnd
 from tests.support.world import GPU_VARIABLE, SECRETS_VARIABLE
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from faults.fuzz import Targets, greetings, lanes, links, nixl, readers
-from llm_datadist.bench.progress import steps
+from llm_datadist.tools.bench.progress import steps
 
 TARGETS: Final[Targets] = readers.TARGETS | links.TARGETS | greetings.TARGETS | lanes.TARGETS | nixl.TARGETS
 

@@ -26,11 +26,11 @@ from llm_datadist._links.credentials import Credentials, Secret, new_secret
 from llm_datadist._memory.exports import Exports
 from llm_datadist._native import readable
 from llm_datadist._transport.samehost.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
-from llm_datadist.cli import keys as cli_keys
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, CacheMismatch, LinkRefused, OutOfMemory, ParamError
 from llm_datadist.integrations.references import ReferenceKeys
 from llm_datadist.testing.peers import close_exports, new_exports
+from llm_datadist.tools.cli import keys as cli_keys
 from tests.doctor.hosts import needs
 from tests.support import linking, moves
 from tests.support.authority import DAY, NOW, Authority, secret_file

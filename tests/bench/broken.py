@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.cuda import CudaCopy
-from llm_datadist.bench.contenders.base import Contender, Facts, Role
-from llm_datadist.bench.workload import BenchWorkload
+from llm_datadist.tools.bench.contenders.base import Contender, Facts, Role
+from llm_datadist.tools.bench.workload import BenchWorkload
 
 
 class Good(Contender):

@@ -19,10 +19,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from llm_datadist.bench import ContenderFailed, WrongBytes, cuda
-from llm_datadist.bench.contenders import LIMITS, PEERS, why_not, why_not_importable
-from llm_datadist.bench.contenders.base import Role
-from llm_datadist.bench.contenders.limits import (
+from llm_datadist.tools.bench import ContenderFailed, WrongBytes, cuda
+from llm_datadist.tools.bench.contenders import LIMITS, PEERS, why_not, why_not_importable
+from llm_datadist.tools.bench.contenders.base import Role
+from llm_datadist.tools.bench.contenders.limits import (
     RawBlocks,
     TcpRaw,
     Wait,
@@ -32,8 +32,8 @@ from llm_datadist.bench.contenders.limits import (
     streaming_bits,
     useful_threads,
 )
-from llm_datadist.bench.processes import RunningContender
-from llm_datadist.bench.workload import (
+from llm_datadist.tools.bench.processes import RunningContender
+from llm_datadist.tools.bench.workload import (
     BESIDE_GPU,
     POISON,
     BenchMemory,

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from llm_datadist.bench.cases import Case
-from llm_datadist.bench.driver import run
-from llm_datadist.bench.processes import RunningContender
-from llm_datadist.bench.report import BenchReporter
-from llm_datadist.bench.workload import BenchWorkload, Op
+from llm_datadist.tools.bench.cases import Case
+from llm_datadist.tools.bench.driver import run
+from llm_datadist.tools.bench.processes import RunningContender
+from llm_datadist.tools.bench.report import BenchReporter
+from llm_datadist.tools.bench.workload import BenchWorkload, Op
 from tests.support.ends import has_ended, state_of
 from tests.support.moves import wait_until
 from tests.support.source import PATHS
@@ -109,8 +109,8 @@ def test_a_contender_that_hangs_ends_with_its_processes(told: Told) -> None:
 
 
 DRIVER = """
-from llm_datadist.bench.processes import RunningContender
-from llm_datadist.bench.workload import Op, BenchWorkload
+from llm_datadist.tools.bench.processes import RunningContender
+from llm_datadist.tools.bench.workload import Op, BenchWorkload
 running = RunningContender("cma", 120)
 with running.turn():
     running.start(BenchWorkload(op=Op.PULL, block_bytes=64, blocks=2))

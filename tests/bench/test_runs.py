@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from llm_datadist.bench import cuda
-from llm_datadist.bench.rows import Row
-from llm_datadist.cli.app import app
+from llm_datadist.tools.bench import cuda
+from llm_datadist.tools.bench.rows import Row
+from llm_datadist.tools.cli.app import app
 from tests.bench.test_results import shows
 from tests.support import fakecuda
 from tests.support.ends import has_ended
@@ -134,7 +134,7 @@ def test_a_set_that_the_gpu_cannot_hold_is_left_out(
 
 @pytest.mark.skipif(cuda.why_not() is None, reason="this host has an NVIDIA driver")
 def test_without_a_driver_a_gpu_is_left_out_and_the_reason_said() -> None:
-    done = run(sys.executable, "-m", "llm_datadist.cli", "bench", "d2d", "--against", ",", cwd=ROOT)
+    done = run(sys.executable, "-m", "llm_datadist", "bench", "d2d", "--against", ",", cwd=ROOT)
     assert done.returncode == 2
     assert "ours-copy-blocks: no NVIDIA driver: libcuda.so.1: cannot open shared object file" in done.stderr
     assert "\nleft out: d2d copy_blocks over local of a GPU" in done.stderr
@@ -168,7 +168,7 @@ def test_a_signal_ends_the_workers_too(number: Signals, to: Callable[[int, int],
     Regression: the workers lived on; and children inherited an ignored SIGINT under ``make test &``.
     """
     options = ["--blocks", "200", "--passes", "1000", "--against", ","]
-    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", *options]
+    command = [sys.executable, "-m", "llm_datadist", "bench", "pull", *options]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as driver:
         assert driver.stderr is not None
@@ -224,7 +224,7 @@ _BAR: Final = "\N{BOX DRAWINGS HEAVY HORIZONTAL}" * 4
 
 def test_a_bar_on_a_terminal_and_only_lines_on_pipes() -> None:
     options = ["--blocks", "20", "--passes", "2", "--against", ","]
-    command = [sys.executable, "-m", "llm_datadist.cli", "bench", "pull", *options]
+    command = [sys.executable, "-m", "llm_datadist", "bench", "pull", *options]
     done = run(*command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "\n1 of 1: pull" in done.stderr

@@ -9,8 +9,8 @@ from typing import Any, Final
 import pytest
 from typer.testing import CliRunner
 
-from llm_datadist.cli.app import app
 from llm_datadist.config import AUTH_SECRET, SHM_SOCKET_DIR
+from llm_datadist.tools.cli.app import app
 from tests.deploy.server import DEPLOY
 from tests.support.authority import secret_file
 from tests.support.isolation import isolations

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from llm_datadist.cli.top_rows import instance_rows
 from llm_datadist.metrics import Statistics
 from llm_datadist.prometheus import StatisticsCollector
+from llm_datadist.tools.cli.top_rows import instance_rows
 from tests.support.linking import statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, make
 from tests.support.pairs import Pair, pairs

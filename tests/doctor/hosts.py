@@ -9,14 +9,14 @@ from typing import Final
 import msgspec
 import pytest
 
-from llm_datadist.doctor.finding import Finding, Severity
+from llm_datadist.tools.doctor.finding import Finding, Severity
 from tests.support.seccomp import known
 from tests.support.source import ROOT, run
 
 _CHECK: Final = """
 import sys, os, msgspec
-from llm_datadist.doctor import kernel, limits, peer, versions
-from llm_datadist.doctor.finding import run_checks
+from llm_datadist.tools.doctor import kernel, limits, peer, versions
+from llm_datadist.tools.doctor.finding import run_checks
 {preparation}
 checks = [each for module in (kernel, limits, versions) for each in module.CHECKS if each.__name__ == {name!r}]
 sys.stdout.buffer.write(msgspec.json.encode(run_checks(checks)))

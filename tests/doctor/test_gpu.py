@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from llm_datadist.doctor.finding import Finding, Severity
+from llm_datadist.tools.doctor.finding import Finding, Severity
 from tests.doctor.hosts import is_
 from tests.support import fakecuda
 from tests.support.source import PATHS, run
@@ -19,7 +19,7 @@ OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
 GPU: Final = "cuda:0 (Fake GPU 0)"
 _EXAMINE: Final = """
 import sys, msgspec
-from llm_datadist.doctor import device
+from llm_datadist.tools.doctor import device
 {preparation}
 found = device.examine(*{wanted})
 assert "libcuda" not in open("/proc/self/maps").read(), "the driver is loaded here"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
+from llm_datadist.tools.doctor.finding import Finding, Severity, exit_code, run_checks
 from tests.doctor.hosts import distribution, forbid, found, is_, needs
 
 PROBLEM, WARNING = Severity.PROBLEM, Severity.WARNING

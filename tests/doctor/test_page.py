@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from llm_datadist.doctor import device, kernel, limits, peer, versions
+from llm_datadist.tools.doctor import device, kernel, limits, peer, versions
 from tests.support.source import ROOT
 from tests.support.tables import WIDTHS, printed
 
@@ -23,7 +23,7 @@ def test_the_page_lists_exactly_the_checks_and_the_options_of_the_code() -> None
     assert sorted(shown[: len(own)]) == sorted(own)
     assert sorted(shown[len(own) :]) == sorted(far) != []
     typer = pytest.importorskip("typer", reason="the command needs the extra [cli]")
-    from llm_datadist.cli.app import app
+    from llm_datadist.tools.cli.app import app
 
     known = {name for each in typer.main.get_command(app).commands["doctor"].params for name in each.opts}
     assert set(re.findall(r"^\| `(--[\w-]+)` \|", _PAGE, flags=re.MULTILINE)) == known - {"--help"}
@@ -31,7 +31,7 @@ def test_the_page_lists_exactly_the_checks_and_the_options_of_the_code() -> None
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_at_every_width_the_command_prints_what_its_json_says(width: int | None) -> None:
-    command = [sys.executable, "-m", "llm_datadist.cli", "doctor"]
+    command = [sys.executable, "-m", "llm_datadist", "doctor"]
     found = json.loads(printed([*command, "--json"], None))["findings"]
     shown = printed(command, width).splitlines()
     lines = [f"{each['state']:8}{each['name']}: {each['value']}" for each in found]

@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 from faults.strangers import listener
-from llm_datadist.doctor import peer
-from llm_datadist.doctor.finding import Finding, Severity
-from llm_datadist.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.metrics import LinkStatistics
+from llm_datadist.tools.doctor import peer
+from llm_datadist.tools.doctor.finding import Finding, Severity
+from llm_datadist.tools.doctor.serve import CLOCK, CLUSTER
 from llm_datadist.types.cluster import show_address
 from tests.doctor.hosts import forbid, is_, needs
 from tests.support import fakecuda
@@ -49,7 +49,7 @@ def _two_ports() -> int:
 @contextmanager
 def _served(*options: str, host: str = "127.0.0.1") -> Iterator[int]:
     port = _two_ports()
-    command = [sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", str(port), *options]
+    command = [sys.executable, "-m", "llm_datadist", "doctor", "--serve", "--port", str(port), *options]
     command += ["--host", host]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | PATHS) as process:
         assert process.stdout is not None
@@ -68,7 +68,7 @@ def _doctor(
     """Run the command, here unless it is to run somewhere else; return its exit status and its findings by name."""
     words = ("doctor", "--peer", f"{host}:{port}", "--json", *options)
     if preparation or inside:
-        code = f"{preparation}\nimport sys\nfrom llm_datadist.cli import main\nsys.exit(main())"
+        code = f"{preparation}\nimport sys\nfrom llm_datadist.tools.cli import main\nsys.exit(main())"
         done = run(*inside, sys.executable, "-c", code, *words)
     else:
         done = run_here(*words)
@@ -117,7 +117,7 @@ def test_closed_port_and_unknown_host() -> None:
 
 
 def test_what_a_peer_says_stays_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from llm_datadist.cli.doctor import _show
+    from llm_datadist.tools.cli.doctor import _show
 
     _show([Finding("peer_link", Severity.OK, "linked to pid 7 of a\x1b[2J\nok      peer_authentication: proved", "")])
     shown = "ok      peer_link: linked to pid 7 of a?[2J?ok      peer_authentication: proved\n"
@@ -235,7 +235,7 @@ def test_peer_that_is_no_doctor_and_one_with_another_cluster_id() -> None:
 
 
 def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
-    host = run(sys.executable, "-m", "llm_datadist.cli", "doctor", "--json").returncode
+    host = run(sys.executable, "-m", "llm_datadist", "doctor", "--json").returncode
     settings = secret_file(tmp_path / "secrets", one=b"s" * 32)
     given = ("--secrets", settings["llm.AuthSecretFile"])
     end = LocalEnd("service")
@@ -326,7 +326,7 @@ def test_finding_of_pulls_that_took_for_ever() -> None:
 def test_port_that_is_taken_ends_serve_with_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = run(sys.executable, "-m", "llm_datadist.cli", "doctor", "--serve", "--port", port)
+        done = run(sys.executable, "-m", "llm_datadist", "doctor", "--serve", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("llm-datadist doctor: ")
     assert done.stderr.count("\n") == 1

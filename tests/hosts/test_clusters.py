@@ -91,7 +91,7 @@ def test_between_hosts_a_forced_shm_is_refused_and_the_doctor_finds_nothing_wron
     assert code is LLMStatusCode.LLM_LINK_FAILED
     assert (refused.do(links), prompt.do(links)) == ({}, {})
     command = f"doctor --peer {first.address}:{prompt.port} --cluster-id 7 --json --secrets {tmp_path / 'secrets'}"
-    said = second.run("sh", "-c", f"{sys.executable} -m llm_datadist.cli {command} || true")
+    said = second.run("sh", "-c", f"{sys.executable} -m llm_datadist {command} || true")
     found = {each["name"]: each for each in json.loads(said)["findings"] if each["name"].startswith("peer_")}
     assert {each["state"] for each in found.values()} == {"ok"}, found
     assert found["peer_transport"]["value"].startswith("tcp: ")

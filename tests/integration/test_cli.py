@@ -19,15 +19,15 @@ import pytest
 typer = pytest.importorskip("typer")
 
 from llm_datadist import CacheDesc, DataType, LLMConfig, LLMDataDist, LLMRole  # noqa: E402  (after the skip)
-from llm_datadist.cli.app import app  # noqa: E402
-from llm_datadist.demo.model import DemoWorkload  # noqa: E402
+from llm_datadist.tools.cli.app import app  # noqa: E402
+from llm_datadist.tools.demo.model import DemoWorkload  # noqa: E402
 from tests.support import fakecuda, source  # noqa: E402
 from tests.support.authority import secret_file  # noqa: E402
 from tests.support.ends import has_ended  # noqa: E402
 from tests.support.moves import wait_until  # noqa: E402
 from tests.support.source import run_here  # noqa: E402
 
-COMMAND = (sys.executable, "-m", "llm_datadist.cli")
+COMMAND = (sys.executable, "-m", "llm_datadist")
 APP = typer.main.get_command(app)
 LEAKS = "always::ResourceWarning"  # a forgotten close in the parent or in a role shows up on standard error
 
@@ -67,7 +67,7 @@ def test_no_line_of_a_help_is_cut_and_its_examples_are_what_the_command_would_ta
     if path == "keys":  # it does nothing by itself
         return
     lines = run_here(*path.split(), "--help").stdout.partition("Examples:\n")[2].splitlines()
-    assert lines, f"llm-datadist {path} --help has no examples (cli/usage.py)"
+    assert lines, f"llm-datadist {path} --help has no examples (tools/cli/usage.py)"
     for line in lines:
         assert line.startswith("    ")
         assert f"llm-datadist {path}".strip() in line
@@ -77,10 +77,9 @@ def test_no_line_of_a_help_is_cut_and_its_examples_are_what_the_command_would_ta
 
 
 def test_version_is_that_of_the_distribution() -> None:
-    for module in ("llm_datadist.cli", "llm_datadist"):
-        done = source.run(sys.executable, "-m", module, "--version")
-        printed = f"llm-datadist {version('open-datadist')}\n"
-        assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+    done = source.run(*COMMAND, "--version")
+    printed = f"llm-datadist {version('open-datadist')}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path
     ],
 )
 def test_without_a_package_one_line_says_what_to_install(missing: str, line: str, extra: str, tmp_path: Path) -> None:
-    script = f"import sys; sys.modules[{missing!r}] = None; from llm_datadist.cli import main; sys.exit(main())"
+    script = f"import sys; sys.modules[{missing!r}] = None; from llm_datadist.tools.cli import main; sys.exit(main())"
     done = source.run(sys.executable, "-c", script, *line.format(folder=tmp_path).split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f"pip install 'open-datadist[{extra}]'\n")
@@ -186,7 +185,7 @@ def test_without_a_package_one_line_says_what_to_install(missing: str, line: str
 def test_a_module_in_the_current_folder_is_not_run(line: str, tmp_path: Path) -> None:
     """Regression: children that began with -m found it."""
     (tmp_path / "msgspec.py").write_text("open('run', 'w')\nraise SystemExit(3)\n")
-    done = source.run(sys.executable, "-P", "-m", "llm_datadist.cli", *line.split(), cwd=tmp_path)
+    done = source.run(sys.executable, "-P", "-m", "llm_datadist", *line.split(), cwd=tmp_path)
     assert done.returncode in ((0, 1, 2) if line == "doctor" else (0,)), done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["msgspec.py"]
 

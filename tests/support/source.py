@@ -26,7 +26,7 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
 
 def run_here(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``llm-datadist`` in this process: an interpreter of its own takes half a second of a processor."""
-    from llm_datadist.cli import main  # needs the extra [cli]
+    from llm_datadist.tools.cli import main  # needs the extra [cli]
 
     out, err = io.StringIO(), io.StringIO()
     argv, environ = mock.patch.object(sys, "argv", ["llm-datadist", *words]), mock.patch.dict(os.environ, environment)

@@ -21,10 +21,10 @@ import pytest
 from textual.widgets import DataTable, Static
 
 from llm_datadist._statistics_page import PAGE_VERSION, PageError, StatisticsPage, instances, read_page
-from llm_datadist.cli.top_rows import NOTHING
-from llm_datadist.cli.top_screen import Top
-from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.metrics import quantile
+from llm_datadist.tools.cli.top_rows import NOTHING
+from llm_datadist.tools.cli.top_screen import Top
+from llm_datadist.tools.cli.top_source import Remote, SourceError
 from tests.doctor.hosts import needs
 from tests.support.ends import ChildEnd
 from tests.support.linking import statistics
@@ -108,7 +108,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_once_as_json_equals_the_statistics_of_both_processes_here_and_over_ssh_and_follows_them(
     shm_pair: Pair, published: dict[int, Any], ssh: Path
 ) -> None:
-    there = ("--connect", "far", "--command", f"{sys.executable} -m llm_datadist.cli")
+    there = ("--connect", "far", "--command", f"{sys.executable} -m llm_datadist")
     for end, options in ((shm_pair.prompt, ()), (shm_pair.decoder, there)):
         pid, expected = end.do(_publish)
         shown = _json(*options)[pid]["statistics"]
@@ -137,7 +137,7 @@ def test_once_as_tables_of_every_width_has_the_figures_of_the_json(
     published: dict[int, Any], width: int | None
 ) -> None:
     pids = {str(pid) for pid in published}
-    asked = [sys.executable, "-m", "llm_datadist.cli", "top", "--once"]
+    asked = [sys.executable, "-m", "llm_datadist", "top", "--once"]
     wait_until(lambda: all(_json()[pid]["statistics"]["links"] for pid in published))
     shown, now_published = tables(printed(asked, width), width), _json()
     for name in ("instances", "links", "operations"):
@@ -357,7 +357,7 @@ def test_without_ssh_and_with_an_option_for_a_host(tmp_path: Path, monkeypatch: 
 
 
 def test_json_is_printed_each_second_until_the_pipe_is_closed() -> None:
-    command = [sys.executable, "-m", "llm_datadist.cli", "top", "--json"]
+    command = [sys.executable, "-m", "llm_datadist", "top", "--json"]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -379,7 +379,7 @@ def test_a_host_that_says_nothing_more_is_no_reading(ssh: Path) -> None:
 
 def test_a_lost_connection_is_tried_again(ssh: Path) -> None:
     assert ssh.exists()
-    with closing(Remote("far", f"{sys.executable} -m llm_datadist.cli")) as remote:
+    with closing(Remote("far", f"{sys.executable} -m llm_datadist")) as remote:
         assert remote.read(30) is not None
         assert remote.ssh is not None
         os.killpg(remote.ssh.pid, signal.SIGKILL)

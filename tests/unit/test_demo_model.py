@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_datadist.demo.model import Array, DemoModel, DemoWorkload, PagedKV
+from llm_datadist.tools.demo.model import Array, DemoModel, DemoWorkload, PagedKV
 
 SMALL = DemoWorkload(layers=4, vocab=1024, prompt_tokens=150, generate=16, pool_blocks=24)
 

@@ -21,8 +21,8 @@ from llm_datadist._transport.moves import refusal, status_of
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.messages import read_answer
 from llm_datadist._transport.samehost import rendezvous
-from llm_datadist.cli.top_source import Remote, SourceError
 from llm_datadist.errors import AuthFailed, LLMException, ProtocolError
+from llm_datadist.tools.cli.top_source import Remote, SourceError
 
 EVIL: Final = "x\x1b]0;owned\x07\x1b[2J\n\r\u202eFATAL\x9b31m\x85y"
 TAME: Final = "x?]0;owned??[2J ?FATAL?31m y"

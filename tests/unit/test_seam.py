@@ -20,7 +20,7 @@ from tests.support.world import make_config
 
 ROOT = Path(llm_datadist.__file__).parent
 #: Where transports may be named: their package, the options, the tools. Docstrings are documentation.
-PLACES = {"_transport", "config.py", "_option_kinds.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
+PLACES = {"_transport", "config.py", "_option_kinds.py", "tools", "testing", "integrations"}
 NAMES = {kind.name for kind in ORDER}
 LANES = {"lane", "lanes"}  # what tcp has, and the native engine that is its own
 

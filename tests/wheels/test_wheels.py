@@ -31,7 +31,7 @@ PULLS: Final = Path(__file__).with_name("pulls.py")
 #: The sizes of tests/bench/test_contenders.py, where this processor's streaming stores are tested.
 STREAMS: Final = """
 import numpy as np
-from llm_datadist.bench.contenders.limits import RawBlocks, copy_raw, streaming_bits
+from llm_datadist.tools.bench.contenders.limits import RawBlocks, copy_raw, streaming_bits
 
 def right(size):
     src, dst = np.random.default_rng(1).integers(0, 256, (2, 20, size), np.uint8)

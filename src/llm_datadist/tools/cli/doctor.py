@@ -1,0 +1,109 @@
+"""The command ``llm-datadist doctor``: options, table and exit status."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path  # noqa: TC003  typer reads the annotations
+from typing import Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+
+from llm_datadist._option_kinds import INT32_MAX
+from llm_datadist.config import AUTH_SECRET, DEVICE_ID, DEVICE_MEMORY
+from llm_datadist.errors import LLMException
+from llm_datadist.tools.cli.usage import about, pair
+from llm_datadist.tools.doctor import device, kernel, limits, peer, versions
+from llm_datadist.tools.doctor.finding import Finding, Severity, exit_code, run_checks
+from llm_datadist.tools.doctor.serve import CLUSTER, serving
+from llm_datadist.types.cluster import show_address
+
+_FAILED: Final = 2
+_PORT: Final = 26000
+_STYLES: Final = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red", Severity.UNKNOWN: "cyan"}
+
+
+def doctor(
+    peer_address: Annotated[
+        str | None, typer.Option("--peer", metavar="HOST:PORT", help="Examine the way to this peer, too.")
+    ] = None,
+    cluster_id: Annotated[
+        int,
+        typer.Option(
+            min=0, max=(1 << 64) - 1, help="With --peer: cluster id of a peer that is not a doctor.", show_default=False
+        ),
+    ] = CLUSTER,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Act as the peer of another doctor, until interrupted.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="With --serve: the listen address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="With --serve: the port; the next one is used, too.")] = _PORT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+    secrets: Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
+    ] = None,
+) -> None:
+    """Examine this host and the way to a peer. Print each finding's meaning and the command that mends it.
+
+    The exit status is 0, 1 with warnings or unknowns, 2 with problems.
+    """
+    given = dict(pair(text) for text in option or [])
+    if secrets is not None:
+        given[AUTH_SECRET] = str(secrets)
+    if serve:
+        raise typer.Exit(_serve(host, port, given))
+    wanted = _gpu(given)
+    address = None if peer_address is None else _address(peer_address)
+    findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
+    findings += device.examine(*wanted)
+    if address is not None:
+        with Console(stderr=True).status("examining the peer") as status:
+            findings += peer.examine(*address, given, status.update, cluster_id)
+    if as_json:
+        print(msgspec.json.encode({"exit_code": exit_code(findings), "findings": findings}).decode())
+    else:
+        _show(findings)
+    raise typer.Exit(exit_code(findings))
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise typer.BadParameter(f"--peer {text!r} is not of the form HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _gpu(given: dict[str, str]) -> list[int]:
+    """Return the number of the GPU in which the options want caches, if any."""
+    number = given.get(DEVICE_ID, "0")
+    if not number.isdecimal() or int(number) > INT32_MAX:
+        raise typer.BadParameter(f"--option {DEVICE_ID}={number!r} is not the number of a device")
+    return [int(number)] if given.get(DEVICE_MEMORY) == "cuda" else []
+
+
+def _serve(host: str, port: int, given: dict[str, str]) -> int:
+    ends = {signal.SIGINT, signal.SIGTERM}
+    if not 0 < port < (1 << 16) - 1:
+        raise typer.BadParameter(f"--port {port} is outside [1, 65534]")
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # threads that start later inherit the mask
+    try:
+        with serving(host, port, given):
+            print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
+            signal.sigwait(ends)
+    except (OSError, LLMException) as error:
+        print(f"llm-datadist doctor: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _show(findings: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for each in findings:
+        console.print(f"{each.state:8}", style=_STYLES[each.state], end="")
+        value = "".join(c if c.isprintable() else "?" for c in each.value)  # perhaps a peer's text
+        console.print(f"{each.name}: {value}", markup=False)
+        if each.state is not Severity.OK:
+            console.print(f"        means: {each.meaning}\n        mend:  {each.mend}", markup=False)
