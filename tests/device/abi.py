@@ -1,4 +1,4 @@
-"""Compare ``_native/cuda_abi.h`` with NVIDIA's headers, which pip gets: what ``make test-cuda-abi`` runs."""
+"""Compare ``_native/copy/cuda_abi.h`` with NVIDIA's headers, which pip gets: what ``make test-cuda-abi`` runs."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ PACKAGES: Final = {
 
 
 if __name__ == "__main__":
-    ours = (NATIVE / "cuda_abi.h").read_text() + (ROOT / "tests/device/fakeabi.h").read_text()
+    ours = (NATIVE / "copy" / "cuda_abi.h").read_text() + (ROOT / "tests/device/fakeabi.h").read_text()
     functions, constants = (re.findall(each, ours, re.MULTILINE) for each in (r"^CUresult (\w+)\(", r"^    X\((\w+), "))
     for version, package in PACKAGES.items():
         header = installed(ROOT / "build" / "cuda-headers" / version, package, "cuda.h")

@@ -29,7 +29,7 @@ if __name__ == "__main__":
         ptxas = installed(ROOT / "build" / "ptxas" / version, package, "bin/ptxas")
         strict = [str(ptxas), "--verbose", "--warning-as-error", "--warn-on-spills"]
         for architecture in architectures:
-            command = [*strict, f"-arch=sm_{architecture}", "-o", "/dev/null", str(SOURCE / "_native" / "copy.ptx")]
+            command = [*strict, f"-arch=sm_{architecture}", "-o", "/dev/null", str(SOURCE / "_native/copy/copy.ptx")]
             told = subprocess.run(command, check=False, text=True, capture_output=True)
             figures = re.findall(r"\d+ bytes spill \w+|\d+ registers", told.stderr)
             print(f"CUDA {version}, sm_{architecture}: {', '.join(figures)}")

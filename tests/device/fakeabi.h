@@ -1,7 +1,7 @@
 // More of the ABI of NVIDIA's driver: what the fake has beside cuda_abi.h, declared alike.
 #pragma once
 
-#include "../../src/llm_datadist/_native/cuda_abi.h"
+#include "../../src/llm_datadist/_native/copy/cuda_abi.h"
 
 #define FAKE_CUDA_ERRORS(X)                       \
     X(CUDA_ERROR_OUT_OF_MEMORY, 2)                \

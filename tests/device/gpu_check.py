@@ -103,7 +103,7 @@ def _commit() -> str:
 
 def _thresholds(figures: list[Figure]) -> Figure:
     """Return for constants of device.hpp the least size, or number, from which on the other mover was never slower."""
-    source, found = (SOURCE / "_native" / "device.hpp").read_text(), Figure()
+    source, found = (SOURCE / "_native" / "copy" / "device.hpp").read_text(), Figure()
     for name, table, unit, slow, quick in _THRESHOLDS:
         least: int | None = None
         for row in reversed([each for each in figures if each.get("table") == table]):

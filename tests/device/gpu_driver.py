@@ -30,7 +30,7 @@ from tests.support import fakecuda
 from tests.support.source import ROOT, SOURCE
 
 FAKE: Final = hasattr(cu.driver, "fakecuda_state")
-PTX: Final = (SOURCE / "_native" / "copy.ptx").read_bytes()
+PTX: Final = (SOURCE / "_native" / "copy" / "copy.ptx").read_bytes()
 #: Words of the fake's lines whose assumptions need two GPUs, the last one a GPU whose memory cannot be exported.
 _UNASKED: Final = (
     "hardware.peers || device == r->device", "CUDA_VISIBLE_DEVICES hides", "types == 0 || hardware.posix_fd",
@@ -134,7 +134,7 @@ def questions() -> None:
 
 def _device() -> None:
     value, properties, grain = INT(), byref(cu.Properties(1, 1, (1, 0))), SIZE()
-    declared = (SOURCE / "_native" / "cuda_abi.h").read_text() + (ROOT / "tests" / "device" / "fakeabi.h").read_text()
+    declared = (SOURCE / "_native/copy/cuda_abi.h").read_text() + (ROOT / "tests/device/fakeabi.h").read_text()
     for name, number in re.findall(r"X\(CU_(DEVICE_ATTRIBUTE_\w+), (\d+)\)", declared):
         cu.call("cuDeviceGetAttribute", byref(value), int(number), 0)
         tell(note=name, value=value.value)

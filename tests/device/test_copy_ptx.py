@@ -12,7 +12,7 @@ from tests.support.source import SOURCE
 
 Plan = tuple[list[int], list[int], Sequence[Sequence[int]]]  # addresses of both sides, rows of runs
 
-TEXT: Final = (SOURCE / "_native" / "copy.ptx").read_text("ascii")
+TEXT: Final = (SOURCE / "_native" / "copy" / "copy.ptx").read_text("ascii")
 KERNEL: Final = Kernel(TEXT, "datadist_copy")
 BASE: Final = 0x7000_0000_0000
 DATA: Final = BASE + (16 << 10)  # behind the lists of a plan

@@ -26,7 +26,7 @@ BOUND: Final = 64 << 20
 pytestmark = pytest.mark.gpu
 KEY: Final = BlocksCacheKey(1, 3)
 STRIDE: Final = 2 << 20
-#: As native/lane.hpp and native/wire.hpp have it.
+#: As `lane.hpp` of the native code has it.
 WINDOW, WINDOW_BYTES = 32, 4 << 20
 
 

@@ -21,7 +21,7 @@ MODELS: Final = ("guards", "write_intents", "reply_cache", "device")
 BUILD: Final = ROOT / "build" / "model"
 
 #: A step of the source: function, file, what its body says.
-_STEP: Final = re.compile(r"^ *// (\w+) \(([\w/]+\.(?:hpp|py))\): `(.+)`$", re.MULTILINE)
+_STEP: Final = re.compile(r"^ *// (\w+) \(([\w/]+\.(?:[ch]pp|py))\): `(.+)`$", re.MULTILINE)
 #: Everything in these files that orders memory has to be in a model.
 _MODELLED: Final = ("generation.hpp", "write_intents.hpp")
 _ORDERS: Final = re.compile(r"^.*(?:__atomic_|_fence\(\);).*$", re.MULTILINE)
@@ -69,8 +69,7 @@ def _misquoted(model: str) -> Iterator[str]:
     """Yield the steps that are not in their function, or stand there before a step that the model does earlier."""
     reached: dict[tuple[str, str], int] = {}
     for function, name, quote in _STEP.findall(model):
-        path = NATIVE / name
-        body = _body((path if path.exists() else NATIVE.parent / name).read_text(), function)
+        body = _body(_source(name).read_text(), function)
         at = body.find(_plain(quote), reached.get((name, function), 0))
         if at < 0:
             where = "in another order" if _plain(quote) in body else "not"
@@ -81,13 +80,18 @@ def _misquoted(model: str) -> Iterator[str]:
 def _unmodelled(name: str, models: str) -> Iterator[str]:
     """Yield the lines of a file that order memory and that no model quotes. A quotation counts once."""
     quotes = sorted({(function, _plain(quote)) for function, file, quote in _STEP.findall(models) if file == name})
-    for line in _ORDERS.findall(_X86.sub("", (NATIVE / name).read_text())):
+    for line in _ORDERS.findall(_X86.sub("", _source(name).read_text())):
         code = _plain(line.split("//")[0])
         quote = next((each for each in quotes if each[1] in code), None)
         if quote is not None:
             quotes.remove(quote)
         elif code:
             yield code
+
+
+def _source(name: str) -> Path:
+    """Return a file of the native code by its name, or one of the package by its path."""
+    return next(NATIVE.rglob(name), NATIVE.parent / name)
 
 
 def _body(source: str, function: str) -> str:

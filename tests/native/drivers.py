@@ -12,6 +12,7 @@ __all__ = ["BUILD", "DRIVERS", "NATIVE", "ROOT", "Driver", "Unsupported", "build
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NATIVE: Final = ROOT / "src" / "llm_datadist" / "_native"
+_KERNEL: Final = NATIVE / "copy" / "copy.ptx"
 #: Where drivers are kept from one run to the next.
 BUILD: Final = ROOT / "build" / "drivers"
 
@@ -74,7 +75,7 @@ def build(driver: Driver, folder: Path, sanitizers: str = "") -> Path:
         _check_supported(flags, folder, sanitizers)
     made_of.unlink(missing_ok=True)
     # CMake writes it otherwise.
-    kernel = f'namespace datadist {{ constexpr char copy_ptx[] = R"PTX({(NATIVE / "copy.ptx").read_text()})PTX"; }}'
+    kernel = f'namespace datadist {{ constexpr char copy_ptx[] = R"PTX({_KERNEL.read_text()})PTX"; }}'
     (folder / "copy_ptx.hpp").write_text(f"#pragma once\n{kernel}\n")
     subprocess.run([compiler(), *flags, f"-I{folder}", str(driver.source), "-o", str(binary), "-ldl"], check=True)
     made_of.write_text(digest)
@@ -86,8 +87,8 @@ def _digest(driver: Driver, flags: list[str]) -> str:
     found = hashlib.sha256(repr([compiler(), *flags]).encode())
     for source in (
         driver.source,
-        *sorted(NATIVE.glob("*.h*")),
-        NATIVE / "copy.ptx",
+        *sorted(NATIVE.rglob("*.h*")),
+        _KERNEL,
         driver.source.with_name("check.hpp"),
     ):
         found.update(source.read_bytes())

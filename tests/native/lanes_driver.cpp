@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "lane_engine.hpp"
+#include "lanes/lane_engine.hpp"
 
 using namespace datadist;
 

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "generation.hpp"
-#include "streaming_stores.hpp"
+#include "copy/streaming_stores.hpp"
+#include "guards/generation.hpp"
 
 using namespace datadist;
 

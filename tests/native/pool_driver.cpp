@@ -18,10 +18,10 @@
 #include <vector>
 
 #include "check.hpp"
-#include "copy.hpp"
-#include "plan.hpp"
-#include "pool.hpp"
-#include "process.hpp"
+#include "copy/copy.hpp"
+#include "copy/plan.hpp"
+#include "copy/pool.hpp"
+#include "copy/process.hpp"
 
 using namespace datadist;
 

@@ -129,7 +129,7 @@ def _environment() -> str:
     venv, stamp = BUILD / "venv", BUILD / ".installed"
     python = str(venv / "bin" / "python")
     made_of = [ROOT / name for name in ("CMakeLists.txt", "cmake/exports.map", "pyproject.toml")]
-    made_of += [*NATIVE.glob("*.[ch]*"), *NATIVE.glob("*.ptx")]
+    made_of += [each for each in NATIVE.rglob("*") if each.suffix in (".c", ".cpp", ".h", ".hpp", ".ptx")]
     if stamp.exists() and all(path.stat().st_mtime < stamp.stat().st_mtime for path in made_of):
         return python
     print("building the native module", flush=True)

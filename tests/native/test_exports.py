@@ -1,10 +1,16 @@
-"""Symbols that the compiled modules export."""
+"""Symbols that the compiled modules export, and the folders of their sources."""
 
+import re
 import subprocess
+from typing import Final
 
 import pytest
 
+from tests.native.drivers import NATIVE
 from tests.support.source import compiled
+
+#: Of the native code: each includes from itself and those before it. The first is the folder that holds the others.
+FOLDERS: Final = ("", "guards", "crypto", "copy", "lanes", "python")
 
 
 @pytest.mark.parametrize("name", ["_limits", "_native"])
@@ -13,3 +19,13 @@ def test_a_module_exports_its_entry_and_no_library_that_is_linked_into_it(name: 
     command = ["nm", "-D", "--defined-only", str(compiled(name))]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [line.split()[-1] for line in listed.splitlines()] == [f"PyInit_{name}"]
+
+
+def test_native_folders_include_only_from_those_before_them() -> None:
+    arrows = {
+        (path.relative_to(NATIVE).parent.as_posix().removeprefix("."), included)
+        for path in NATIVE.rglob("*.[ch]pp")
+        for included in re.findall(r'#include "(?:(\w+)/)?[\w.]+"', path.read_text())
+    }
+    assert [each for each in sorted(arrows) if FOLDERS.index(each[0]) < FOLDERS.index(each[1])] == []
+    assert {folder for arrow in arrows for folder in arrow} == set(FOLDERS)

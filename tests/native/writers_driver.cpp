@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "write_intents.hpp"
+#include "guards/write_intents.hpp"
 
 using namespace datadist;
 

@@ -40,7 +40,7 @@ def library() -> Path:
     if shutil.which(compiler) is None:
         raise Unsupported(f"no C compiler on the path: {compiler}")
     made_of = hashlib.sha256(repr([compiler, *_FLAGS]).encode())
-    for source in (*_SOURCES, SOURCE / "_native" / "cuda_abi.h"):
+    for source in (*_SOURCES, SOURCE / "_native" / "copy" / "cuda_abi.h"):
         made_of.update(source.read_bytes())
     path = ROOT / "build" / "fakecuda" / made_of.hexdigest()[:16] / NAME
     if not path.exists():

@@ -1,4 +1,4 @@
-// Exception for arguments that break a rule, and its text.
+// Exceptions for arguments that break a rule and for lanes that break, and their text.
 #pragma once
 
 #include <sstream>
@@ -12,6 +12,11 @@ struct RuleError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// The peer or the network broke a lane, which is dropped.
+struct LaneError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 template <typename... Parts>
 std::string text(const Parts&... parts) {
     std::ostringstream out;
@@ -22,6 +27,11 @@ std::string text(const Parts&... parts) {
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
     throw RuleError(text(parts...));
+}
+
+template <typename... Parts>
+[[noreturn]] void break_lane(const Parts&... parts) {
+    throw LaneError(text(parts...));
 }
 
 }  // namespace datadist
