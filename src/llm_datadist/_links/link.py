@@ -51,35 +51,30 @@ class Peer:
 
 
 class LinkState(Enum):
-    CLOSED = "closed"
     HANDSHAKE = "handshake"
     READY = "ready"
     SUSPECT = "suspect"
     DRAINING = "draining"
-    BROKEN = "broken"
+    CLOSED = "closed"
 
 
 class LinkEvent(Enum):
-    HELLO = "hello"  # the handshake is over
     READY = "ready"  # channel attached; operations may start
     SILENT = "silent"  # nothing heard for three seconds
     HEARD = "heard"  # a message after that
     UNLINK = "unlink"  # either side unlinks
     RESUME = "resume"  # no side unlinks any more (interface §3.4)
-    IDLE = "idle"  # given up while draining
-    LOST = "lost"  # ended in any other way
-    CLEANUP = "cleanup"  # follows LOST at once
+    END = "end"  # lost, or given up
 
 
 _S, _E = LinkState, LinkEvent
 
 TRANSITIONS: Final[dict[LinkState, dict[LinkEvent, LinkState]]] = {
-    _S.CLOSED: {_E.HELLO: _S.HANDSHAKE},
-    _S.HANDSHAKE: {_E.READY: _S.READY, _E.LOST: _S.BROKEN},
-    _S.READY: {_E.SILENT: _S.SUSPECT, _E.UNLINK: _S.DRAINING, _E.LOST: _S.BROKEN},
-    _S.SUSPECT: {_E.HEARD: _S.READY, _E.UNLINK: _S.DRAINING, _E.LOST: _S.BROKEN},
-    _S.DRAINING: {_E.RESUME: _S.READY, _E.IDLE: _S.CLOSED, _E.LOST: _S.BROKEN},
-    _S.BROKEN: {_E.CLEANUP: _S.CLOSED},
+    _S.HANDSHAKE: {_E.READY: _S.READY, _E.END: _S.CLOSED},
+    _S.READY: {_E.SILENT: _S.SUSPECT, _E.UNLINK: _S.DRAINING, _E.END: _S.CLOSED},
+    _S.SUSPECT: {_E.HEARD: _S.READY, _E.UNLINK: _S.DRAINING, _E.END: _S.CLOSED},
+    _S.DRAINING: {_E.RESUME: _S.READY, _E.END: _S.CLOSED},
+    _S.CLOSED: {},
 }
 
 #: States in which operations may start.
@@ -159,11 +154,10 @@ class Link:
         self.last_pong = 0  # of ping(), answered last
         self.last_question = 0  # of the ping() about suspected sockets
         self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
-        self._machine = Machine(f"link to {peer}", TRANSITIONS, LinkState.CLOSED)
+        self._machine = Machine(f"link to {peer}", TRANSITIONS, LinkState.HANDSHAKE)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self.operations = UseGate(is_open=False)  # open while usable; changed under the lock
-        self._fire(LinkEvent.HELLO)
         self._verified_bytes = 0
         # Both sides may unlink at once.
         self._unlinking = self._peer_unlinks = False
@@ -391,9 +385,7 @@ class Link:
             if self._machine.state is LinkState.CLOSED:
                 return False
             self._end_reason, self._lost = reason, lost
-            if lost or not self._try(LinkEvent.IDLE):
-                self._fire(LinkEvent.LOST)
-                self._fire(LinkEvent.CLEANUP)
+            self._fire(LinkEvent.END)
             self.requests.close()
         # Running copies fail; their mappings stay until they leave.
         for each in self.connection.connections:
