@@ -162,7 +162,8 @@ class Link:
         # Both sides may unlink at once.
         self._unlinking = self._peer_unlinks = False
         self._unlink_ack: int | None = None  # number of the peer's request, until the answer
-        self._end_reason, self._lost = "", False
+        self._end_reason = ""
+        self.lost = False  # True if it has ended, and nobody meant it
 
     def __str__(self) -> str:
         return str(self.peer)
@@ -183,23 +184,20 @@ class Link:
     def ended(self) -> bool:
         return self._machine.state is LinkState.CLOSED
 
-    @property
-    def lost(self) -> bool:
-        """True if it has ended, and nobody meant it."""
-        return self._lost
-
     def ready(self, channel: Channel) -> None:
         with self._lock:
             self.channel = channel
             self._fire(LinkEvent.READY)
 
     def last_left(self) -> None:
-        """Wake a waiting unlink, or answer that of the peer."""
+        """If no operation runs, answer the peer's unlink. Wakes this side's."""
+        number = None
         with self._lock:
             self._idle.notify_all()
-            due = self._due_unlink_ack()
-        if due is not None:
-            self.tell(UnlinkAck(due))
+            if not self.busy:
+                number, self._unlink_ack = self._unlink_ack, None
+        if number is not None:
+            self.tell(UnlinkAck(number))
 
     def request(
         self,
@@ -292,7 +290,7 @@ class Link:
         return answer.poll(lambda: self.last_pong >= ping or self.ended) and not self.ended
 
     def lost_error(self, what: object, phase: str) -> LLMException:
-        if self.ended and not self._lost:
+        if self.ended and not self.lost:
             text = f"{what}: the link to {self.peer} was given up in phase {phase}: {self._end_reason}"
             return NotLinked(text, peer=self.peer.cluster_id, phase=phase)
         reason = self._end_reason or (self.channel.reason if self.channel is not None else "") or "connection closed"
@@ -350,9 +348,7 @@ class Link:
             self._try(LinkEvent.UNLINK)
             self._peer_unlinks = True
             self._unlink_ack = number
-            due = self._due_unlink_ack()
-        if due is not None:
-            self.tell(UnlinkAck(due))
+        self.last_left()
 
     @property
     def unlink_acknowledged(self) -> bool:
@@ -372,19 +368,12 @@ class Link:
             self._fire(event)
         return legal
 
-    def _due_unlink_ack(self) -> int | None:
-        """Under the lock: take the number of the acknowledgement if idle."""
-        if self.busy:
-            return None
-        number, self._unlink_ack = self._unlink_ack, None
-        return number
-
     def end(self, reason: str, *, lost: bool) -> bool:
         """Fail waiting callers, close channel and data path; return False if already ended."""
         with self._lock:
             if self._machine.state is LinkState.CLOSED:
                 return False
-            self._end_reason, self._lost = reason, lost
+            self._end_reason, self.lost = reason, lost
             self._fire(LinkEvent.END)
             self.requests.close()
         # Running copies fail; their mappings stay until they leave.
