@@ -208,10 +208,6 @@ class Effects:
     free: list[Entry] = field(default_factory=list)
 
 
-#: Empty effects for local calls. Never changed.
-NOTHING: Final = Effects()
-
-
 class Registry:
     """Caches, keys and pins of one LLMDataDist. Ids count from ``first_id``.
 
@@ -344,21 +340,18 @@ class Registry:
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
         """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
-        if (entry := self._entries.get(cache_id)) is not None and entry.uses.try_enter():
-            return entry  # no event, no lock: a use changes no state of an open cache
         with self._lock:
             entry = self.lookup(cache_id, what)
-            entry.uses.enter()
+            entry.uses.enter()  # no event: a use changes no state of an open cache
             return entry
 
     def end_use(self, entry: Entry) -> Effects:
-        """End a use; return :data:`NOTHING` unless it was the last of a DRAINING cache."""
-        if entry.uses.try_leave() or entry.uses.leave():
-            return NOTHING  # no event, no lock: as in begin_use
+        """End a use, which may be the last of a DRAINING cache."""
+        entry.uses.leave()
         return self.last_left(entry)
 
     def last_left(self, entry: Entry) -> Effects:
-        """Take note that the last user has left a cache whose gate is shut."""
+        """Take note that a user has left; the last one of a DRAINING cache frees it."""
         effects = Effects()
         with self._lock:
             if entry.life.state is CacheState.DRAINING:

@@ -190,7 +190,7 @@ class Link:
             self._fire(LinkEvent.READY)
 
     def last_left(self) -> None:
-        """If no operation runs, answer the peer's unlink. Wakes this side's."""
+        """Wake this side's unlink; if no operation runs, answer that of the peer."""
         number = None
         with self._lock:
             self._idle.notify_all()
