@@ -1,7 +1,4 @@
-"""One link: the peer, the control channel, the data path, and the operations that use them.
-
-The holder of the reader role delivers answers, undecoded; the control thread handles other messages.
-"""
+"""One link: the peer, the control channel, the data path, and the operations that use them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from llm_datadist._checks import require_intact
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
@@ -124,6 +122,7 @@ class PeerCacheView:
     located: set[int] = field(default_factory=set)  # located caches of this side
 
 
+@dataclass(eq=False, repr=False)
 class Link:
     """A link whose handshake is over.
 
@@ -132,21 +131,14 @@ class Link:
     Errors: the end of the link fails waiting callers and operations.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        connection: DataPath,
-        choice: Choice,
-        origin: LinkOrigin,
-        spoken: Spoken,
-        renewal: Renewal | None = None,
-    ) -> None:
-        self.peer = peer
-        self.connection = connection
-        self.choice = choice
-        self.origin = origin
-        self.spoken = spoken
-        self.renewal = renewal  # of an encrypted link
+    peer: Peer
+    connection: DataPath
+    choice: Choice
+    origin: LinkOrigin
+    spoken: Spoken
+    renewal: Renewal | None = None  # of an encrypted link
+
+    def __post_init__(self) -> None:
         self.caches = PeerCacheView()
         self.requests = Requests()
         self.channel: Channel | None = None  # until ready()
@@ -154,7 +146,7 @@ class Link:
         self.last_pong = 0  # of ping(), answered last
         self.last_question = 0  # of the ping() about suspected sockets
         self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
-        self._machine = Machine(f"link to {peer}", TRANSITIONS, LinkState.HANDSHAKE)
+        self._machine = Machine(f"link to {self.peer}", TRANSITIONS, LinkState.HANDSHAKE)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self.operations = UseGate(is_open=False)  # open while usable; changed under the lock
@@ -407,7 +399,7 @@ class Link:
 
     def check_integrity(self) -> None:
         with self._lock:
-            if self.operations.inside < 0 or self.operations.is_open is not self.usable:
-                raise AssertionError(f"{self._machine.name}, {self.state}: {self.operations.inside} operations")
-            if self._machine.state is LinkState.CLOSED and self.requests.waiting:
-                raise AssertionError(f"{self._machine.name}: closed with {self.requests.waiting} waiting callers")
+            name, inside, waiting = self._machine.name, self.operations.inside, self.requests.waiting
+            sound = inside >= 0 and self.operations.is_open is self.usable
+            require_intact(sound, f"{name}, {self.state}: {inside} operations")
+            require_intact(not (self.ended and waiting), f"{name}: closed with {waiting} waiting callers")
