@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from llm_datadist._links.channel import tune
-from llm_datadist._links.handshake import ListenerSide, NewLink
+from llm_datadist._links.handshake import ListenerSide
 from llm_datadist._links.link import LinkOrigin
 from llm_datadist._links.messages import PREAMBLE_BYTES, Hello, Linked, TransportChoice
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
@@ -26,7 +26,7 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._links.handshake import Endpoint, M
+    from llm_datadist._links.handshake import Endpoint, M, NewLink
     from llm_datadist._links.loop import ControlLoop
 
 GREETING_SECONDS: Final = 10.0
@@ -262,8 +262,7 @@ class Listener:
                 by_communicator=by_communicator,
                 greetings=[msgspec.structs.replace(hello, offers={})] if by_communicator else [],
             )
-            new = NewLink(side.link(connection, origin), accepted.socket, side.parser.rest(), side.tls)
-            self._host.install(new, side.linked)
+            self._host.install(side.link(connection, origin, accepted.socket), side.linked)
         except BaseException:
             connection.close()
             raise
