@@ -200,7 +200,7 @@ class Communicators:
                 return  # by a link that replaced it
             again = [each for each in self._all.values() if each.preparing and each.lose(peer)]
         for communicator in again:
-            if peer in communicator.dialled:
+            if peer in communicator.ports:
                 try:
                     self._dials.add(MemberDial(communicator, peer, again=True))
                 except LinkRefused as error:
