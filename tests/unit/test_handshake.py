@@ -12,7 +12,7 @@ import pytest
 
 from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import ORDER, DialerSide, Endpoint, Handshake, ListenerSide
-from llm_datadist._links.identity import DIALER, LISTENER
+from llm_datadist._links.identity import DIALER, LISTENER, Transcript
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
 from llm_datadist._transport.choose import Choice
 from llm_datadist.config import CredentialFiles
@@ -256,7 +256,7 @@ def test_a_listener_takes_few_bytes_before_authentication(tmp_path: Path) -> Non
 def test_greetings_that_were_changed_on_the_way_are_noticed_by_both() -> None:
     talk = Talk(endpoint(1), endpoint(2), 100)
     talk.dialer.welcomed(talk.greet(), "", None)
-    talk.listener.transcript = talk.listener.transcript._replace(languages=b"others")
+    talk.listener.transcript = Transcript(talk.listener.transcript + b"others")
     talk.carry(talk.dialer.choose(1, present=False), talk.listener)
     choice = talk.listener.hear(messages.TransportChoice)
     assert choice is not None

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _MAX_TENSORS: Final = 1 << 20
 _MAX_TENSOR_BYTES: Final = 2**63 - 1
 _NAMES: Final = {each.value: each.name for each in DataType}
-_CACHED_GEOMETRY_BYTES: Final = 256  # no real shape encodes to more
 _MAX_DST_BYTES: Final = 1 << 62  # bound of an addressed destination: offsets cannot wrap
 
 
@@ -100,12 +99,9 @@ def unlike(local: Geometry, remote: Geometry) -> str:
 _decoder: Final = msgspec.msgpack.Decoder(Geometry)
 
 
+@lru_cache(256)
 def decode_geometry(raw: bytes) -> Geometry:
-    """Decode a peer's geometry, cached. ProtocolError if it could make an address overflow or leave a tensor."""
-    return _decode_cached(raw) if len(raw) <= _CACHED_GEOMETRY_BYTES else _decode(raw)
-
-
-def _decode(raw: bytes) -> Geometry:
+    """Decode a peer's geometry. ProtocolError if it could make an address overflow or leave a tensor."""
     try:
         geometry = _decoder.decode(raw)
     except msgspec.MsgspecError as error:
@@ -120,9 +116,6 @@ def _decode(raw: bytes) -> Geometry:
     if not sound:
         raise ProtocolError(f"peer sent an impossible cache geometry: {geometry}")
     return geometry
-
-
-_decode_cached: Final = lru_cache(256)(_decode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,21 +107,13 @@ class Lifecycle:
     state: CacheState = CacheState.LIVE
     _history: deque[tuple[Event, int, int, CacheState]] = field(default_factory=partial(deque, maxlen=16))
 
-    def require(self, event: Event) -> frozenset[CacheState]:
-        """Return the states after ``event``; StateError, with the history, if it is illegal."""
-        if (targets := TRANSITIONS.get((self.state, event))) is None:
-            raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
-        return targets
-
     def transition(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
-        """Enter the state that the references imply."""
-        targets = self.require(event)
+        """Enter the state that the references imply. StateError, with the history, if the table lacks it."""
+        targets, state = TRANSITIONS.get((self.state, event)), self.state.value
         target = _L if owner else _D if keys else _P if pins else _F
-        if target not in targets:
-            raise StateError(
-                f"{self.name}: {event.value} cannot lead from {self.state.value} to {target.value}; "
-                f"story: {self.story()}"
-            )
+        if targets is None or target not in targets:
+            wrong = f"cannot lead from {state} to {target.value}" if targets else f"is illegal when {state}"
+            raise StateError(f"{self.name}: {event.value} {wrong}; story: {self.story()}")
         self.state = target
         self._history.append((event, keys, pins, target))  # formatted only for an error
         return target
@@ -206,10 +198,6 @@ class Effects:
     advance: list[Any] = field(default_factory=list)
     retire: list[Any] = field(default_factory=list)
     free: list[Entry] = field(default_factory=list)
-
-
-#: Empty effects for local calls. Never changed.
-NOTHING: Final = Effects()
 
 
 class Registry:
@@ -344,21 +332,18 @@ class Registry:
 
     def begin_use(self, cache_id: int, what: object = "cache") -> Entry:
         """Look a cache up as :meth:`lookup`; keep its memory until :meth:`end_use`."""
-        if (entry := self._entries.get(cache_id)) is not None and entry.uses.try_enter():
-            return entry  # no event, no lock: a use changes no state of an open cache
         with self._lock:
             entry = self.lookup(cache_id, what)
-            entry.uses.enter()
+            entry.uses.enter()  # no event: a use changes no state of an open cache
             return entry
 
     def end_use(self, entry: Entry) -> Effects:
-        """End a use; return :data:`NOTHING` unless it was the last of a DRAINING cache."""
-        if entry.uses.try_leave() or entry.uses.leave():
-            return NOTHING  # no event, no lock: as in begin_use
+        """End a use, which may be the last of a DRAINING cache."""
+        entry.uses.leave()
         return self.last_left(entry)
 
     def last_left(self, entry: Entry) -> Effects:
-        """Take note that the last user has left a cache whose gate is shut."""
+        """Take note that a user has left; the last one of a DRAINING cache frees it."""
         effects = Effects()
         with self._lock:
             if entry.life.state is CacheState.DRAINING:
@@ -392,7 +377,6 @@ class Registry:
             if held >= MAX_PINS_PER_PEER:
                 text = f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
-            entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
@@ -541,7 +525,6 @@ class Registry:
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
         """Drop owner and keys, so readers fail; the last user frees the memory."""
-        entry.life.require(Event.WITHDRAW)
         entry.owner = False
         for binding in entry.bindings.values():
             del self._keys[binding.key]

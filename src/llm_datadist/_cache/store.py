@@ -6,7 +6,6 @@ Threads: any; the parts have locks. A call that raises leaves pools and registry
 from __future__ import annotations
 
 import itertools
-import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -112,15 +111,9 @@ class Pools:
         return {_REGIONS[placement]: pool.segment for placement, pool in self._pools.items()}
 
     def storage_of(self, geometry: Geometry, allocation: Allocation) -> Storage:
-        """Describe allocated tensors: by region and offset in a pool."""
-        placement = Placement(geometry.placement)
-        is_exported = self._pools.get(placement) is allocation.pool
-        region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (NON_POOL, allocation.addresses)
-        place = allocation.segment.place
-        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, place=place)
-        count = len(offsets)
-        names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
-        return Storage(tensors, *names, allocation, (allocation.segment,))
+        """Describe allocated tensors."""
+        storage = self.storage_at(allocation.addresses, geometry.tensor_bytes, allocation.segment.place)
+        return replace(storage, allocation=allocation, segments=(allocation.segment,))
 
     def storage_at(self, addrs: Sequence[int], nbytes: int, place: Place) -> Storage:
         """Describe registered tensors at a place: by region and offset if all lie in pools."""

@@ -1,3 +1,1 @@
 """Links between instances, and their control messages; no KV data."""
-
-from __future__ import annotations

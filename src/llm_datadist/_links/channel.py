@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -122,6 +123,7 @@ TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
 _KEPT: Final = (_S.NEW, _S.DUE, _S.PAUSED)
 
 
+@dataclass(eq=False, repr=False)
 class Channel:
     """The framed connection of one link, encrypted if it has a ``tls``.
 
@@ -136,27 +138,19 @@ class Channel:
     Errors: a bad frame, tampering or an exception of a handler ends the channel.
     """
 
-    def __init__(
-        self,
-        control: ControlLoop,
-        sock: socket.socket,
-        on_message: Callable[[Message], None],
-        on_lost: Callable[[str], None],
-        requests: Requests,
-        tls: TlsSession | None = None,
-    ) -> None:
-        sock.setblocking(False)
-        self._control = control
-        self._socket = sock
-        self.on_message = on_message
-        self._on_lost = on_lost
-        self._requests = requests
-        self._tls = tls
+    _control: ControlLoop
+    _socket: socket.socket
+    on_message: Callable[[Message], None]
+    _on_lost: Callable[[str], None]
+    _requests: Requests
+    _tls: TlsSession | None = None
+
+    def __post_init__(self) -> None:
+        self._socket.setblocking(False)
         self._order = threading.Lock()  # of encrypted records
         self._machine = Machine("channel", TRANSITIONS, State.NEW)
-        self._stream = Stream(
-            sock.fileno(), control.epoll(), ANSWERS, FRAME_LIMIT, *(() if tls is None else (_ENCRYPTED_BYTES,))
-        )
+        at_once = () if self._tls is None else (_ENCRYPTED_BYTES,)
+        self._stream = Stream(self._socket.fileno(), self._control.epoll(), ANSWERS, FRAME_LIMIT, *at_once)
         self._flushing = False  # the loop waits for the kernel to take more
         self.reason = ""  # of the end; any thread sets the first one
 

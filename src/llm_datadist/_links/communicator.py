@@ -41,7 +41,6 @@ class Communicator:
         self.status = RegisterMemStatus.PREPARING  # then OK or FAILED, which is final
         self.reason = ""  # of FAILED; while preparing, of the last failed attempt
         self.others = [cluster_id for cluster_id in plan.ranks if cluster_id != own]
-        self.dialled = [cluster_id for cluster_id in self.others if cluster_id < own]
         self.expected = [cluster_id for cluster_id in self.others if cluster_id > own]
         self.waiting = set(self.others)  # members to be linked
         token = secrets.token_bytes(16)

@@ -75,9 +75,13 @@ class Communicators:
         deadline = Deadline(plan.seconds * 1000)
         candidates = {peer: ports(plan.name, peer) for peer in plan.ranks if peer < self._own}
         sock = self._bind(plan) if any(peer > self._own for peer in plan.ranks) else None
-        communicator = self._enter(plan, deadline, sock)
-        communicator.ports = candidates
+        communicator = Communicator(next(self._ids), self._own, plan, deadline)
+        communicator.ports, communicator.sock = candidates, sock
         try:
+            with self._lock:
+                if self._stopped:
+                    raise LinkRefused(f"link {plan.name!r}: the instance is being finalized")
+                self._all[communicator.comm_id] = communicator
             self._control.call(self._start, communicator)
             for peer in candidates:
                 if not self._dials.add(MemberDial(communicator, peer)):
@@ -100,17 +104,6 @@ class Communicators:
                 reasons.append(f"{port}: {error.strerror or error}")
         text = f"link {plan.name!r}: cannot listen at {host} on any of its ports ({', '.join(reasons)})"
         raise LinkRefused(f"{text}; {PORTS_VARIABLE} moves them, for all members")
-
-    def _enter(self, plan: CommunicatorPlan, deadline: Deadline, sock: socket.socket | None) -> Communicator:
-        with self._lock:
-            if not self._stopped:
-                communicator = Communicator(next(self._ids), self._own, plan, deadline)
-                communicator.sock = sock
-                self._all[communicator.comm_id] = communicator
-                return communicator
-        if sock is not None:
-            sock.close()
-        raise LinkRefused(f"link {plan.name!r}: the instance is being finalized")
 
     def _forget(self, communicator: Communicator) -> None:
         """Remove one that could not begin."""
@@ -207,7 +200,7 @@ class Communicators:
                 return  # by a link that replaced it
             again = [each for each in self._all.values() if each.preparing and each.lose(peer)]
         for communicator in again:
-            if peer in communicator.dialled:
+            if peer in communicator.ports:
                 try:
                     self._dials.add(MemberDial(communicator, peer, again=True))
                 except LinkRefused as error:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.channel import tune
-from llm_datadist._links.handshake import DialerSide, NewLink
+from llm_datadist._links.handshake import DialerSide
 from llm_datadist._links.link import LinkOrigin, Peer
 from llm_datadist._links.messages import Linked, Welcome
 from llm_datadist._transport.address import DialledSocket, resolve
@@ -16,7 +16,7 @@ from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
-    from llm_datadist._links.handshake import Endpoint, M
+    from llm_datadist._links.handshake import Endpoint, M, NewLink
     from llm_datadist._links.messages import CommunicatorId
 
 _RECEIVE_BYTES: Final = 1 << 16
@@ -111,8 +111,7 @@ class Dial(AbstractContextManager["Dial"]):
             by_communicator=by_communicator,
             behind=behind,
         )
-        link = self._side.link(self._connection, origin)
-        return NewLink(link, self._socket.socket, self._side.parser.rest(), self._side.tls)
+        return self._side.link(self._connection, origin, self._socket.socket)
 
     def hang_up(self) -> None:
         """Fail a waiting call at once; also end a taken link."""

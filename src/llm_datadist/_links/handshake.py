@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -65,11 +66,6 @@ class Endpoint:
 
     def session(self, *, server_side: bool) -> TlsSession | None:
         return None if self.credentials is None else self.credentials.session(server_side=server_side)
-
-    def renewal(self, peer: Greeting, secret: bytes, *, dialled: bool) -> Renewal | None:
-        if self.credentials is None:
-            return None
-        return Renewal(self.credentials.session, lambda tls: self.check_identity(tls, peer), secret, dialled=dialled)
 
     def other_user(self, sock: socket.socket) -> str:
         """Return why the peer's user may not link; empty if it may."""
@@ -217,11 +213,13 @@ class Handshake:
             text = "the greetings were changed on the way: each side heard other versions or features than sent"
             raise LinkRefused(text)
 
-    def link(self, connection: DataPath, origin: LinkOrigin) -> Link:
-        """Return the link, without a channel."""
-        theirs, meeting = self.theirs, self.meeting
-        renewal = self.endpoint.renewal(theirs, meeting.secret, dialled=origin.dialled)
-        return Link(Peer.of(theirs), connection, meeting.choice, origin, self.spoken, renewal)
+    def link(self, connection: DataPath, origin: LinkOrigin, sock: socket.socket) -> NewLink:
+        theirs, mine, meeting, renewal = self.theirs, self.endpoint, self.meeting, None
+        if mine.credentials is not None:
+            check = partial(mine.check_identity, theirs=theirs)
+            renewal = Renewal(mine.credentials.session, check, meeting.secret, dialled=origin.dialled)
+        link = Link(Peer.of(theirs), connection, meeting.choice, origin, self.spoken, renewal)
+        return NewLink(link, sock, self.parser.rest(), self.tls)
 
 
 class DialerSide(Handshake):

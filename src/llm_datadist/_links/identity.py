@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,26 +25,20 @@ SHARE_BYTES: Final = 32
 DIALER, LISTENER = b"initiator", b"target"  # roles in proofs, on the wire
 
 
-class Transcript(NamedTuple):
-    """What each side of a handshake has sent and heard; its digest shows that both saw the same."""
-
-    dialer: bytes  # incarnation
-    listener: bytes
-    dialer_nonce: bytes
-    listener_nonce: bytes
-    languages: bytes  # versions and features of both
+class Transcript(bytes):
+    """Incarnations, nonces, versions and features of both sides; its digest shows that both saw the same."""
 
     @classmethod
     def of(cls, hello: Greeting, welcome: Greeting) -> Transcript:
         languages = msgspec.msgpack.encode([hello.versions, hello.features, welcome.versions, welcome.features])
-        return cls(hello.incarnation, welcome.incarnation, hello.nonce, welcome.nonce, languages)
+        return cls(hello.incarnation + welcome.incarnation + hello.nonce + welcome.nonce + languages)
 
     def digest(self) -> bytes:
-        return hashlib.blake2b(b"".join(self), digest_size=16).digest()
+        return hashlib.blake2b(self, digest_size=16).digest()
 
     def secret(self, shares: bytes) -> bytes:
         """Return the link's secret, HKDF-Extract of both sides' shares; empty without them."""
-        return hmac.digest(b"".join(self), shares, "sha256") if shares else b""
+        return hmac.digest(self, shares, "sha256") if shares else b""
 
 
 class PeerSecrets:
@@ -57,26 +51,23 @@ class PeerSecrets:
         return len(self._secrets)
 
     def prove(self, peer: bytes, role: bytes, transcript: Transcript) -> bytes:
-        """Return this side's proof for a peer; empty without a secret."""
-        secret = self._secrets.get(peer)
-        return b"" if secret is None else _proof(secret, role, transcript)
+        """Return the proof for a peer; empty without a secret. ``role`` is that of the side that proves."""
+        if (secret := self._secrets.get(peer)) is None:
+            return b""
+        # Keyed BLAKE2b is a MAC; an HMAC by OpenSSL occasionally takes ten times as long.
+        return hashlib.blake2b(role + transcript, key=secret, digest_size=32).digest()
 
     def is_proven(self, peer: bytes, role: bytes, transcript: Transcript, proof: bytes) -> bool:
         """Return True if only the peer, in its role, can have sent this proof."""
-        secret = self._secrets.get(peer)
-        return secret is not None and hmac.compare_digest(proof, _proof(secret, role, transcript))
+        expected = self.prove(peer, role, transcript)
+        return expected != b"" and hmac.compare_digest(proof, expected)
 
     def agree(self, peer: bytes, dialer_share: bytes, listener_share: bytes, transcript: Transcript) -> None:
         self._secrets.pop(peer, None)
-        self._secrets[peer] = hashlib.sha256(b"".join((dialer_share, listener_share, *transcript))).digest()
+        self._secrets[peer] = hashlib.sha256(dialer_share + listener_share + transcript).digest()
         for each in list(self._secrets)[:-_MAX_SECRETS]:  # a copy: other handshakes add theirs
             self._secrets.pop(each, None)
 
 
 def new_share() -> bytes:
     return secrets.token_bytes(SHARE_BYTES)
-
-
-def _proof(secret: bytes, role: bytes, transcript: Transcript) -> bytes:
-    # Keyed BLAKE2b is a MAC; an HMAC by OpenSSL occasionally takes ten times as long.
-    return hashlib.blake2b(b"".join((role, *transcript)), key=secret, digest_size=32).digest()

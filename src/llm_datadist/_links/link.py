@@ -1,7 +1,4 @@
-"""One link: the peer, the control channel, the data path, and the operations that use them.
-
-The holder of the reader role delivers answers, undecoded; the control thread handles other messages.
-"""
+"""One link: the peer, the control channel, the data path, and the operations that use them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from llm_datadist._checks import require_intact
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
@@ -51,35 +49,30 @@ class Peer:
 
 
 class LinkState(Enum):
-    CLOSED = "closed"
     HANDSHAKE = "handshake"
     READY = "ready"
     SUSPECT = "suspect"
     DRAINING = "draining"
-    BROKEN = "broken"
+    CLOSED = "closed"
 
 
 class LinkEvent(Enum):
-    HELLO = "hello"  # the handshake is over
     READY = "ready"  # channel attached; operations may start
     SILENT = "silent"  # nothing heard for three seconds
     HEARD = "heard"  # a message after that
     UNLINK = "unlink"  # either side unlinks
     RESUME = "resume"  # no side unlinks any more (interface §3.4)
-    IDLE = "idle"  # given up while draining
-    LOST = "lost"  # ended in any other way
-    CLEANUP = "cleanup"  # follows LOST at once
+    END = "end"  # lost, or given up
 
 
 _S, _E = LinkState, LinkEvent
 
 TRANSITIONS: Final[dict[LinkState, dict[LinkEvent, LinkState]]] = {
-    _S.CLOSED: {_E.HELLO: _S.HANDSHAKE},
-    _S.HANDSHAKE: {_E.READY: _S.READY, _E.LOST: _S.BROKEN},
-    _S.READY: {_E.SILENT: _S.SUSPECT, _E.UNLINK: _S.DRAINING, _E.LOST: _S.BROKEN},
-    _S.SUSPECT: {_E.HEARD: _S.READY, _E.UNLINK: _S.DRAINING, _E.LOST: _S.BROKEN},
-    _S.DRAINING: {_E.RESUME: _S.READY, _E.IDLE: _S.CLOSED, _E.LOST: _S.BROKEN},
-    _S.BROKEN: {_E.CLEANUP: _S.CLOSED},
+    _S.HANDSHAKE: {_E.READY: _S.READY, _E.END: _S.CLOSED},
+    _S.READY: {_E.SILENT: _S.SUSPECT, _E.UNLINK: _S.DRAINING, _E.END: _S.CLOSED},
+    _S.SUSPECT: {_E.HEARD: _S.READY, _E.UNLINK: _S.DRAINING, _E.END: _S.CLOSED},
+    _S.DRAINING: {_E.RESUME: _S.READY, _E.END: _S.CLOSED},
+    _S.CLOSED: {},
 }
 
 #: States in which operations may start.
@@ -129,6 +122,7 @@ class PeerCacheView:
     located: set[int] = field(default_factory=set)  # located caches of this side
 
 
+@dataclass(eq=False, repr=False)
 class Link:
     """A link whose handshake is over.
 
@@ -137,21 +131,14 @@ class Link:
     Errors: the end of the link fails waiting callers and operations.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        connection: DataPath,
-        choice: Choice,
-        origin: LinkOrigin,
-        spoken: Spoken,
-        renewal: Renewal | None = None,
-    ) -> None:
-        self.peer = peer
-        self.connection = connection
-        self.choice = choice
-        self.origin = origin
-        self.spoken = spoken
-        self.renewal = renewal  # of an encrypted link
+    peer: Peer
+    connection: DataPath
+    choice: Choice
+    origin: LinkOrigin
+    spoken: Spoken
+    renewal: Renewal | None = None  # of an encrypted link
+
+    def __post_init__(self) -> None:
         self.caches = PeerCacheView()
         self.requests = Requests()
         self.channel: Channel | None = None  # until ready()
@@ -159,16 +146,16 @@ class Link:
         self.last_pong = 0  # of ping(), answered last
         self.last_question = 0  # of the ping() about suspected sockets
         self.peer_reported = 0  # number of the peer's transfer reports handled here; for the control thread
-        self._machine = Machine(f"link to {peer}", TRANSITIONS, LinkState.CLOSED)
+        self._machine = Machine(f"link to {self.peer}", TRANSITIONS, LinkState.HANDSHAKE)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self.operations = UseGate(is_open=False)  # open while usable; changed under the lock
-        self._fire(LinkEvent.HELLO)
         self._verified_bytes = 0
         # Both sides may unlink at once.
         self._unlinking = self._peer_unlinks = False
         self._unlink_ack: int | None = None  # number of the peer's request, until the answer
-        self._end_reason, self._lost = "", False
+        self._end_reason = ""
+        self.lost = False  # True if it has ended, and nobody meant it
 
     def __str__(self) -> str:
         return str(self.peer)
@@ -189,23 +176,20 @@ class Link:
     def ended(self) -> bool:
         return self._machine.state is LinkState.CLOSED
 
-    @property
-    def lost(self) -> bool:
-        """True if it has ended, and nobody meant it."""
-        return self._lost
-
     def ready(self, channel: Channel) -> None:
         with self._lock:
             self.channel = channel
             self._fire(LinkEvent.READY)
 
     def last_left(self) -> None:
-        """Wake a waiting unlink, or answer that of the peer."""
+        """Wake this side's unlink; if no operation runs, answer that of the peer."""
+        number = None
         with self._lock:
             self._idle.notify_all()
-            due = self._due_unlink_ack()
-        if due is not None:
-            self.tell(UnlinkAck(due))
+            if not self.busy:
+                number, self._unlink_ack = self._unlink_ack, None
+        if number is not None:
+            self.tell(UnlinkAck(number))
 
     def request(
         self,
@@ -298,7 +282,7 @@ class Link:
         return answer.poll(lambda: self.last_pong >= ping or self.ended) and not self.ended
 
     def lost_error(self, what: object, phase: str) -> LLMException:
-        if self.ended and not self._lost:
+        if self.ended and not self.lost:
             text = f"{what}: the link to {self.peer} was given up in phase {phase}: {self._end_reason}"
             return NotLinked(text, peer=self.peer.cluster_id, phase=phase)
         reason = self._end_reason or (self.channel.reason if self.channel is not None else "") or "connection closed"
@@ -356,9 +340,7 @@ class Link:
             self._try(LinkEvent.UNLINK)
             self._peer_unlinks = True
             self._unlink_ack = number
-            due = self._due_unlink_ack()
-        if due is not None:
-            self.tell(UnlinkAck(due))
+        self.last_left()
 
     @property
     def unlink_acknowledged(self) -> bool:
@@ -378,22 +360,13 @@ class Link:
             self._fire(event)
         return legal
 
-    def _due_unlink_ack(self) -> int | None:
-        """Under the lock: take the number of the acknowledgement if idle."""
-        if self.busy:
-            return None
-        number, self._unlink_ack = self._unlink_ack, None
-        return number
-
     def end(self, reason: str, *, lost: bool) -> bool:
         """Fail waiting callers, close channel and data path; return False if already ended."""
         with self._lock:
             if self._machine.state is LinkState.CLOSED:
                 return False
-            self._end_reason, self._lost = reason, lost
-            if lost or not self._try(LinkEvent.IDLE):
-                self._fire(LinkEvent.LOST)
-                self._fire(LinkEvent.CLEANUP)
+            self._end_reason, self.lost = reason, lost
+            self._fire(LinkEvent.END)
             self.requests.close()
         # Running copies fail; their mappings stay until they leave.
         for each in self.connection.connections:
@@ -426,7 +399,7 @@ class Link:
 
     def check_integrity(self) -> None:
         with self._lock:
-            if self.operations.inside < 0 or self.operations.is_open is not self.usable:
-                raise AssertionError(f"{self._machine.name}, {self.state}: {self.operations.inside} operations")
-            if self._machine.state is LinkState.CLOSED and self.requests.waiting:
-                raise AssertionError(f"{self._machine.name}: closed with {self.requests.waiting} waiting callers")
+            name, inside, waiting = self._machine.name, self.operations.inside, self.requests.waiting
+            sound = inside >= 0 and self.operations.is_open is self.usable
+            require_intact(sound, f"{name}, {self.state}: {inside} operations")
+            require_intact(not (self.ended and waiting), f"{name}: closed with {waiting} waiting callers")

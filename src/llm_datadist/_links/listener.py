@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from llm_datadist._links.channel import tune
-from llm_datadist._links.handshake import ListenerSide, NewLink
+from llm_datadist._links.handshake import ListenerSide
 from llm_datadist._links.link import LinkOrigin
 from llm_datadist._links.messages import PREAMBLE_BYTES, Hello, Linked, TransportChoice
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
@@ -26,7 +26,7 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._links.handshake import Endpoint, M
+    from llm_datadist._links.handshake import Endpoint, M, NewLink
     from llm_datadist._links.loop import ControlLoop
 
 GREETING_SECONDS: Final = 10.0
@@ -116,9 +116,8 @@ class Listener:
     _endpoint: Endpoint
     _host: Host
     _admission: AdmissionPolicy | None = None
-    #: Oldest first: addresses of handshakes in progress; those without a Hello.
-    _greetings: dict[socket.socket, str] = field(default_factory=dict)
-    _silent: dict[socket.socket, None] = field(default_factory=dict)
+    #: Handshakes in progress, oldest first.
+    _greetings: dict[_Accepted, None] = field(default_factory=dict)
     _resume: asyncio.TimerHandle | None = None
     _warn_again_at: float = 0.0
 
@@ -132,12 +131,12 @@ class Listener:
             self._resume.cancel()
         self._control.loop.remove_reader(self._sock)
         self._sock.close()
-        for sock in list(self._greetings):
-            self._hang_up(sock)
+        for each in list(self._greetings):
+            self._hang_up(each)
 
     def abandon(self) -> None:
         """In a forked child: close copies of sockets only."""
-        for sock in (self._sock, *self._greetings):
+        for sock in (self._sock, *(each.socket for each in self._greetings)):
             sock.close()
 
     def _accept(self) -> None:
@@ -152,62 +151,57 @@ class Listener:
             loop.remove_reader(self._sock)
             self._resume = loop.call_later(_ACCEPT_PAUSE_SECONDS, loop.add_reader, self._sock, self._accept)
             return
-        neighbours = [each for each, source in self._greetings.items() if source == address[0]]
+        neighbours = [each for each in self._greetings if each.source == address[0]]
         if len(neighbours) >= _MAX_GREETINGS_OF_ONE_ADDRESS:
             self._make_room(neighbours)
         elif len(self._greetings) >= _MAX_GREETINGS:
             self._make_room(list(self._greetings))
         sock.setblocking(False)
-        self._greetings[sock] = address[0]
-        self._silent[sock] = None
-        self._control.spawn(self._greet(sock, address))
+        accepted = _Accepted(self._control.loop, sock, address[0], ListenerSide(self._endpoint))
+        self._greetings[accepted] = None
+        self._control.spawn(self._greet(accepted, show_address(address[:2])))
 
-    def _make_room(self, among: list[socket.socket]) -> None:
+    def _make_room(self, among: list[_Accepted]) -> None:
         """Hang up on the oldest, on the oldest silent one if more than :data:`_FEW_SILENT` are silent."""
-        silent = [each for each in among if each in self._silent]
+        silent = [each for each in among if not each.side.identified]
         self._hang_up((silent if len(silent) > _FEW_SILENT else among)[0])
 
-    def _hang_up(self, sock: socket.socket) -> None:
+    def _hang_up(self, accepted: _Accepted) -> None:
         """End a handshake; its coroutine closes the socket."""
-        self._silent.pop(sock, None)
-        self._greetings.pop(sock, None)
-        shut_down(sock)
+        self._greetings.pop(accepted, None)
+        shut_down(accepted.socket)
 
-    async def _greet(self, sock: socket.socket, address: tuple[str, int]) -> None:
+    async def _greet(self, accepted: _Accepted, who: str) -> None:
         handed_over = False
         try:
             async with asyncio.timeout(GREETING_SECONDS):
-                handed_over = await self._shake_hands(sock, address[0])
+                handed_over = await self._shake_hands(accepted)
         except AuthFailed as error:
             # At most once a second, because any number of connections may come.
             if (now := self._control.loop.time()) >= self._warn_again_at:
                 self._warn_again_at = now + 1
-                logger.warning("a connection from %s is not admitted: %s", show_address(address[:2]), named(error))
+                logger.warning("a connection from %s is not admitted: %s", who, named(error))
         except (TimeoutError, OSError, LLMException) as error:
             reason = named(error) if str(error) else "it took too long"
-            logger.info("handshake with %s failed: %s", show_address(address[:2]), reason)
+            logger.info("handshake with %s failed: %s", who, reason)
         finally:
-            self._greetings.pop(sock, None)
-            self._silent.pop(sock, None)
+            self._greetings.pop(accepted, None)
             if not handed_over:
-                sock.close()
+                accepted.socket.close()
 
-    async def _shake_hands(self, sock: socket.socket, source: str) -> bool:
+    async def _shake_hands(self, accepted: _Accepted) -> bool:
         """Do all steps; return True if the socket has another owner."""
-        loop = self._control.loop
+        loop, sock, side = accepted.loop, accepted.socket, accepted.side
         preamble = await read_exactly(loop, sock, PREAMBLE_BYTES, "preamble")  # only: the rest may be a transport's
         if (transport := self._endpoint.transports.of_preamble(preamble)) is not None:
             take = await transport.admit(loop, sock)
-            self._greetings.pop(sock, None)
+            self._greetings.pop(accepted, None)
             take()
             return True
-        side = ListenerSide(self._endpoint)
-        accepted = _Accepted(loop, sock, source, side)
         try:
             side.open(preamble)
             tune(sock)
             side.identify(await accepted.receive(Hello), self._endpoint.other_user(sock))
-            self._silent.pop(sock, None)
             with closing(self._endpoint.transports.meet(side.hello.token, dialled=False)) as side.meeting:
                 return await self._meet(accepted)
         except LLMException as error:
@@ -230,7 +224,7 @@ class Listener:
         choice = await accepted.receive(TransportChoice)
         meeting.end_exchange()
         side.chosen(choice)
-        if accepted.socket not in self._greetings:
+        if accepted not in self._greetings:
             # This side has hung up, and cannot answer.
             raise LinkRefused("this listener has hung up", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
         if not side.proven:
@@ -262,8 +256,7 @@ class Listener:
                 by_communicator=by_communicator,
                 greetings=[msgspec.structs.replace(hello, offers={})] if by_communicator else [],
             )
-            new = NewLink(side.link(connection, origin), accepted.socket, side.parser.rest(), side.tls)
-            self._host.install(new, side.linked)
+            self._host.install(side.link(connection, origin, accepted.socket), side.linked)
         except BaseException:
             connection.close()
             raise

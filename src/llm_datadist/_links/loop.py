@@ -50,6 +50,7 @@ class _DirectSelector(selectors.EpollSelector):
         self._few = select.epoll.fromfd(os.dup(self._inherited))  # the inherited epoll
         self._outer = select.epoll()  # of served sockets, and of the inherited epoll
         self._outer.register(self._inherited, select.EPOLLIN)
+        self.epoll = self._outer.fileno  # its descriptor
         self._served: dict[int, Callable[[], None]] = {}
         self._turns: deque[Callable[[], None]] = deque()  # of the next round
         self._poll = BriefPoll(self._outer.fileno())
@@ -59,10 +60,6 @@ class _DirectSelector(selectors.EpollSelector):
         """Call ``callback`` whenever ``sock`` can be read. On the control thread."""
         self._served[sock.fileno()] = callback
         self._outer.register(sock, select.EPOLLIN)
-
-    def epoll(self) -> int:
-        """Return the descriptor of the epoll that reports served sockets."""
-        return self._outer.fileno()
 
     def dismiss(self, sock: socket.socket) -> None:
         """End :meth:`serve` before ``sock`` is closed. On the control thread, or after its end."""

@@ -50,9 +50,8 @@ _UNLINK_MS: Final = 1000
 _ANSWER_MS: Final = 1000
 #: Wait of the side that gives way for the other's link.
 _CROSSING_POLL_MS: Final = 50
-#: Answers that are ignored if late, because they hold nothing.
-_FINAL: Final = Failed, UnlinkAck, GrantedOnly, Located, Verified, ClaimOver, Answer
-_IGNORED: Final = (messages.Beat, *_FINAL)
+#: Beats, and answers that hold nothing, if late.
+_IGNORED: Final = messages.Beat, Failed, UnlinkAck, GrantedOnly, Located, Verified, ClaimOver, Answer
 
 
 class LinkManager:
@@ -126,7 +125,7 @@ class LinkManager:
         self.communicators.abandon()
         if self.listener is not None:
             self.listener.abandon()
-        for link in self._table.snapshot():
+        for link in self.all():
             if link.channel is not None:
                 link.channel.close_files()
 
@@ -150,9 +149,7 @@ class LinkManager:
 
     def await_unlinks(self) -> None:
         """Wait, at most a second, until the links end that peers have unlinked."""
-        self._table.wait(
-            lambda: not any(link.unlink_acknowledged for link in self._table.snapshot()), Deadline(_UNLINK_MS)
-        )
+        self._table.wait(lambda: not any(link.unlink_acknowledged for link in self.all()), Deadline(_UNLINK_MS))
 
     def refuse_if_linked(self) -> None:
         """Raise StateError (``LLM_EXIST_LINK``) while a link exists or is being prepared."""

@@ -440,16 +440,12 @@ def decode(payload: bytes | bytearray | memoryview) -> Message:
             message = msgspec.structs.replace(message, **{name: clean(getattr(message, name)) for name in texts})
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"peer sent what is no message of this protocol: {clean(str(error))}") from error
-    if len(payload) > MAX_UNKNOWN and len(payload) - _bytes_of(message) > MAX_UNKNOWN:
-        raise ProtocolError(f"peer sent a {type(message).__name__} with more than {MAX_UNKNOWN} unknown bytes")
+    if len(payload) > MAX_UNKNOWN:
+        offers = message.offers.values() if isinstance(message, Greeting) else ()
+        known = (*msgspec.structs.astuple(message), *offers)
+        if len(payload) - sum(len(each) for each in known if isinstance(each, bytes | str)) > MAX_UNKNOWN:
+            raise ProtocolError(f"peer sent a {type(message).__name__} with more than {MAX_UNKNOWN} unknown bytes")
     return message
-
-
-def _bytes_of(message: Message) -> int:
-    """Return the size of what a message holds in bulk."""
-    values = msgspec.structs.astuple(message)
-    offers = message.offers.values() if isinstance(message, Greeting) else ()
-    return sum(len(each) for each in (*values, *offers) if isinstance(each, bytes | str))
 
 
 class RemoteFailure(LLMException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 import threading
 import time
@@ -85,9 +84,6 @@ class Attempt(ABC):
         if self._dial is not None:
             self._dial.abandon()
 
-    def __lt__(self, other: Attempt) -> bool:
-        return self.due < other.due
-
 
 A = TypeVar("A", bound=Attempt)
 
@@ -104,7 +100,7 @@ class RetryQueue(Generic[A]):
         self._limit = limit
         self._dial = dial
         self._changed = threading.Condition(threading.Lock())
-        self._waiting: list[A] = []  # a heap
+        self._waiting: list[A] = []
         self._current: list[A] = []
         self._threads: list[threading.Thread] = []  # some may have ended
         self._running = 0
@@ -123,7 +119,6 @@ class RetryQueue(Generic[A]):
                 self._start_thread()
             replaced = [each for each in self._waiting if each.duplicates([attempt])]
             self._waiting = [attempt, *(each for each in self._waiting if each not in replaced)]
-            heapq.heapify(self._waiting)
             self._changed.notify_all()
         for each in replaced:
             each.close()
@@ -157,7 +152,6 @@ class RetryQueue(Generic[A]):
                 attempt.cancelled = True
             if dropped:
                 self._waiting = [each for each in self._waiting if not unwanted(each)]
-                heapq.heapify(self._waiting)
                 self._changed.notify_all()
         for attempt in dropped:
             attempt.close()
@@ -201,18 +195,18 @@ class RetryQueue(Generic[A]):
         self._finish(attempt, again=again)
         return True
 
-    def _pick(self) -> A:
-        """Under the lock: take one of the attempts that are due."""
-        return heapq.heappop(self._waiting)
+    def _first(self) -> A:
+        """Under the lock: return the next of the waiting attempts."""
+        return min(self._waiting, key=lambda each: each.due)
 
     def _next(self) -> A | None:
         """Wait for the next attempt; None ends the thread."""
         with self._changed:
             while self._waiting and not self._stopped:
-                attempt = self._waiting[0]
+                attempt = self._first()
                 seconds = attempt.due - time.monotonic()
                 if seconds <= 0:
-                    attempt = self._pick()
+                    self._waiting.remove(attempt)
                     self._current.append(attempt)
                     attempt.attempts += 1
                     return attempt
@@ -226,7 +220,7 @@ class RetryQueue(Generic[A]):
             keep = again and not (self._stopped or attempt.cancelled or attempt.duplicates(self._waiting))
             if keep:
                 attempt.postpone(len(self._waiting))
-                heapq.heappush(self._waiting, attempt)
+                self._waiting.append(attempt)
             self._changed.notify_all()
         if not keep:
             attempt.close()
@@ -315,12 +309,10 @@ class Reconnector(RetryQueue[Reconnect]):
         reconnect.close()
         return None
 
-    def _pick(self) -> Reconnect:
+    def _first(self) -> Reconnect:
         now = time.monotonic()
-        attempt = max((each for each in self._waiting if each.due <= now), key=lambda each: (-each.cost, each.begun))
-        self._waiting.remove(attempt)
-        heapq.heapify(self._waiting)
-        return attempt
+        due = [each for each in self._waiting if each.due <= now]
+        return max(due, key=lambda each: (-each.cost, each.begun)) if due else super()._first()
 
     def drop_older(self, link: Link) -> None:
         """Drop waiting dials of earlier links to that cluster. This one may be lost already: its own dial stays."""

@@ -47,10 +47,6 @@ class LinkTable:
         return self.links.get(cluster_id)
 
     def all(self) -> list[Link]:
-        with self._changed:
-            return self.snapshot()
-
-    def snapshot(self) -> list[Link]:
         """Return every link, without the lock, which a forked child may find held."""
         return [*self.links.values(), *self._loopback]
 
@@ -62,7 +58,7 @@ class LinkTable:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            return self.snapshot()
+            return self.all()
 
     def commit(self, peer: Peer, deadline: Deadline) -> int | Link:
         """Commit a dial, or return a usable link that exists. :meth:`withdraw` must follow.
@@ -123,7 +119,7 @@ class LinkTable:
         """Raise LinkRefused if an accepted link from ``source`` replaces none and exceeds a limit."""
         if cluster_id in self.links:
             return
-        sources = [each.origin.source for each in self.snapshot() if not each.origin.dialled]
+        sources = [each.origin.source for each in self.all() if not each.origin.dialled]
         half = max(1, self._max_links // 2)
         for number, most, where in ((len(sources), self._max_links, "all"), (sources.count(source), half, source)):
             if number >= most:

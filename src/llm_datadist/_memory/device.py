@@ -18,21 +18,10 @@ if TYPE_CHECKING:
 class Device(Protocol):
     """Provider of memory. Threads: any."""
 
-    @property
-    def name(self) -> str:
-        """Name of the device, for messages."""
-
-    @property
-    def ordinal(self) -> int:
-        """Number of the GPU; -1 for the host."""
-
-    @property
-    def uuid(self) -> bytes:
-        """Identity of the GPU; empty for the host."""
-
-    @property
-    def place(self) -> Place:
-        """Place of its memory."""
+    name: str  # for messages
+    ordinal: int  # number of the GPU; -1 for the host
+    uuid: bytes  # of the GPU; empty for the host
+    place: Place  # of its memory
 
     def has(self, address: int) -> bool:
         """Return True if the address is known to be memory of this device."""

@@ -63,28 +63,23 @@ class MemoryPool:
     def allocate_many(self, count: int, nbytes: int) -> Allocation:
         """Take ``count`` tensors of ``nbytes`` bytes each; raise OutOfMemory, and take none, if they do not fit."""
         offsets: list[int] = []
+        found: Allocation | None = None
         with self._lock:
             if self.segment.closed:
                 raise StateError(f"pool {self.name} is closed: nothing can be allocated")
             try:
-                for _ in range(count):
-                    if (offset := self._allocator.allocate(nbytes)) is None:
-                        break
+                while len(offsets) < count and (offset := self._allocator.allocate(nbytes)) is not None:
                     offsets.append(offset)
-                else:
+                if len(offsets) == count:
                     found = Allocation(self, self.segment, tuple(offsets), nbytes)
                     self._peak_used = max(self._peak_used, self._allocator.used_bytes)
-                    return found
-            except BaseException:
-                self._give_back(offsets)
-                raise
-            self._give_back(offsets)
-            raise self._shortage(count, nbytes)
-
-    def _give_back(self, offsets: list[int]) -> None:
-        """Under the lock."""
-        for each in offsets:
-            self._allocator.free(each)
+            finally:
+                if found is None:
+                    for each in offsets:
+                        self._allocator.free(each)
+            if found is None:
+                raise self._shortage(count, nbytes)
+        return found
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
