@@ -7,15 +7,13 @@ import secrets as random
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
 from llm_datadist import LLMDataDist, LLMRole
-from llm_datadist.cli.usage import about, examples, pair
-from llm_datadist.config import AUTH_SECRET
+from llm_datadist.cli.usage import More, Secrets, examples, given
 from llm_datadist.errors import LLMException
 from llm_datadist.store import STORE_ID, StoreServer, messages
 from llm_datadist.store.client import cluster_of
@@ -27,8 +25,6 @@ _CLIENT: Final = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"}
 _CLEAR_MS: Final = 10_000
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
 ClusterId = Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Cluster id of the store.", show_default=False)]
-Secrets = Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))]
-More = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")]
 
 stores = typer.Typer(invoke_without_command=True)
 
@@ -66,12 +62,12 @@ def store(
         return
     if memory is None:
         raise typer.BadParameter("Missing option '--memory'")
-    size, given = _bytes(memory), _given(secrets, option)
+    size, options = _bytes(memory), given(secrets, option)
     ended: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, _: ended.append(number))
     try:
-        with StoreServer(size, listen, cluster_id=cluster_id, namespaces=namespaces, options=given) as server:
+        with StoreServer(size, listen, cluster_id=cluster_id, namespaces=namespaces, options=options) as server:
             address = f"{listen.rpartition(':')[0]}:{server.port}"
             shown: dict[str, Any] = {"address": address, "cluster_id": cluster_id, "memory": size}
             if metrics is not None:
@@ -110,7 +106,7 @@ def clear(
     """Empty all namespaces of a tenant in a running store. Saves that are under way store nothing."""
     instance = LLMDataDist(LLMRole.MIX, random.randbits(63) if own_id is None else own_id)
     try:
-        instance.init(_CLIENT | _given(secrets, option))
+        instance.init(_CLIENT | given(secrets, option))
         instance.link_clusters([cluster_of(cluster_id, address)])
         done = instance.ask(cluster_id, messages.CLEAR, messages.Clear([]).encode(), _CLEAR_MS)
         print(f"namespaces emptied: {messages.decode(messages.Done, done, 'store').count}")
@@ -119,10 +115,6 @@ def clear(
         raise typer.Exit(_FAILED) from None
     finally:
         instance.finalize()
-
-
-def _given(secrets: Path | None, option: list[str] | None) -> dict[str, str]:
-    return dict(pair(text) for text in option or []) | ({} if secrets is None else {AUTH_SECRET: str(secrets)})
 
 
 def _bytes(text: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Final, cast
+from pathlib import Path
+from typing import Annotated, Final, cast
 
 import typer
 from typer.core import TyperGroup
 
 from llm_datadist.cli import FAILED, INTERRUPTED, USAGE_ERROR
-from llm_datadist.config import OPTIONS
+from llm_datadist.config import AUTH_SECRET, OPTIONS
 
 #: ClickException; newer typers bring their own click.
 _Mistake: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
@@ -33,12 +34,19 @@ def about(option: str) -> str:
     return OPTIONS[option].meaning.replace("``", "")
 
 
-def pair(text: str) -> tuple[str, str]:
-    """Return key and value of ``--option``."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
-    return key, value
+Secrets = Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))]
+More = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")]
+
+
+def given(secrets: Secrets, more: More) -> dict[str, str]:
+    """Return the options of ``init`` that ``--secrets`` and ``--option`` give."""
+    options: dict[str, str] = {}
+    for text in more or []:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
+        options[key] = value
+    return options if secrets is None else options | {AUTH_SECRET: str(secrets)}
 
 
 def examples(*commands: str) -> str:
