@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -53,13 +52,14 @@ class Build:
 
 
 class Process:
-    """One worker process. Thread ``bench-answers`` reads its answers."""
+    """One worker process."""
 
     def __init__(self, contender: str, role: Role, build: Build) -> None:
         self.name = contender if role is Role.ALONE else f"{contender} ({role})"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
             [*build.within.get(role, ()), build.python, "-P", "-m", "llm_datadist.bench.worker", contender, role],
+            bufsize=0,  # what has been read of an answer but not taken would not be seen by select()
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -79,26 +79,21 @@ class Process:
         self.pid: Final = self._process.pid
         self.signal: Final = self._process.send_signal
         """Sends a signal, unless the process has ended."""
-        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="bench-answers", daemon=True)
-        self._reader.start()
 
     def send(self, do: str, **fields: object) -> None:
         """Give an order. If the process has ended, :meth:`answer` raises."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
-            self._stdin.flush()
 
     def answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401  a JSON value
         """Return the value of the next answer.
 
         A process that reports an error, ends, or says nothing for ``timeout_s`` seconds, is a ContenderFailed.
         """
-        try:
-            line = self._answers.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            raise ContenderFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
-        if line is None:
+        if not select.select([self._stdout], [], [], max(0.0, timeout_s))[0]:
+            raise ContenderFailed(f"{self.name}: no answer to {what} in time{self._tail()}")
+        line = self._stdout.readline()  # a worker writes it at once
+        if not line:
             raise ContenderFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
         try:
             answer = _decode(line)
@@ -116,19 +111,12 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process if it lives; free pipes and thread. Idempotent."""
+        """Kill the process if it lives; free its pipes. Idempotent."""
         self._process.kill()
         self._process.wait(_KILL_S)
-        self._reader.join(_KILL_S)
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
+        self._stdin.close()
         self._stdout.close()
         self._log.close()
-
-    def _read(self) -> None:
-        for line in self._stdout:
-            self._answers.put(line)
-        self._answers.put(None)
 
     def _tail(self) -> str:
         """Return the last 600 bytes of its standard error."""
