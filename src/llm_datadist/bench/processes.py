@@ -171,36 +171,31 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
 
     def prepare(self, seed: int) -> None:
         """Give the source new bytes and poison the destination."""
-        self.ask_all([("fill", {"seed": seed}), ("poison", {})])
+        self.ask_all("fill", seed=seed)
+        self.ask_all("poison")
 
     def run(self, what: str, count: int) -> tuple[list[float], float]:
         """Run ``count`` transfers ("timed") or steps ("sample"); return the seconds of each, and CPU seconds in all."""
-        before = sum(self.ask_all([("cpu", {})]))
+        before = sum(self.ask_all("cpu"))
         initiator = self.processes[-1]
         seconds = self.ask(initiator, what, count=count)
-        return seconds, sum(self.ask_all([("cpu", {})])) - before
+        return seconds, sum(self.ask_all("cpu")) - before
 
     def verify(self, seed: int) -> None:
         """Compare all bytes; raise ContenderFailed if some are wrong, or no process had any."""
-        if not any(self.ask_all([("verify", {"seed": seed})])):
+        if not any(self.ask_all("verify", seed=seed)):
             raise ContenderFailed(f"{self.contender}: no process verified anything")
 
-    def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
-        """Give every process all orders; return the answers to the last."""
+    def ask_all(self, what: str, **fields: object) -> list[Any]:
+        """Give every process an order; return the answers."""
         deadline = time.monotonic() + self._timeout_s
         for process in self.processes:
-            for what, fields in orders:
-                process.send(what, **fields)
-        answers: list[Any] = []
-        for process in self.processes:
-            for what, _ in orders:
-                value = self._answer(process, what, deadline)
-            answers.append(value)
-        return answers
+            process.send(what, **fields)
+        return [self._answer(process, what, deadline) for process in self.processes]
 
     def start(self, workload: BenchWorkload) -> None:
         """Set up memory, and connect the processes."""
-        told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
+        told = self.ask_all("start", workload=msgspec.to_builtins(workload))
         self.facts.update(told[-1])
         if len(self.processes) > 1:
             _, destination = self.processes
