@@ -253,16 +253,14 @@ class TcpRaw(Contender):
             return {"transport": "tcp", "way": "request and answer"}
         times: dict[_Way, float] = {}
         most = max(2, usable_cpus())
-        usable = [way for way in self._ways if way.streams <= most and self._can(way)]
+        ways = [way for way in self._ways if way.streams <= most and self._parts[way.streams][0].block_bytes]
+        usable = [way for way in ways if self._reno or not way.reno]
         for _ in range(_TRIALS):  # in turns, because a machine's speed changes
             for way in usable:
                 self._way = way
                 times[way] = min(self.timed(1)[0], times.get(way, math.inf))
         self._way = min(times, key=times.__getitem__)
         return {"transport": "tcp", "way": str(self._way)}
-
-    def _can(self, way: _Way) -> bool:
-        return (self._reno or not way.reno) and self._parts[way.streams][0].block_bytes > 0
 
     def transfer_one(self, index: int) -> None:
         stream = self._streams[0]
