@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from typing import Annotated, Final
 
 import msgspec
@@ -11,15 +10,13 @@ import typer
 from rich.console import Console
 
 from llm_datadist._option_kinds import INT32_MAX
-from llm_datadist.cli.usage import More, Secrets, given
+from llm_datadist.cli.usage import More, Secrets, failing, given
 from llm_datadist.config import DEVICE_ID, DEVICE_MEMORY
 from llm_datadist.doctor import device, kernel, limits, peer, versions
 from llm_datadist.doctor.finding import Finding, Severity, exit_code, run_checks
 from llm_datadist.doctor.serve import CLUSTER, serving
-from llm_datadist.errors import LLMException
 from llm_datadist.types.cluster import show_address
 
-_FAILED: Final = 2
 _PORT: Final = 26000
 _STYLES: Final = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red", Severity.UNKNOWN: "cyan"}
 
@@ -49,7 +46,8 @@ def doctor(
     """
     options = given(secrets, option)
     if serve:
-        raise typer.Exit(_serve(host, port, options))
+        _serve(host, port, options)
+        return
     wanted = _gpu(options)
     address = None if peer_address is None else _address(peer_address)
     findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
@@ -79,19 +77,14 @@ def _gpu(options: dict[str, str]) -> list[int]:
     return [int(number)] if options.get(DEVICE_MEMORY) == "cuda" else []
 
 
-def _serve(host: str, port: int, options: dict[str, str]) -> int:
+def _serve(host: str, port: int, options: dict[str, str]) -> None:
     ends = {signal.SIGINT, signal.SIGTERM}
     if not 0 < port < (1 << 16) - 1:
         raise typer.BadParameter(f"--port {port} is outside [1, 65534]")
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # threads that start later inherit the mask
-    try:
-        with serving(host, port, options):
-            print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
-            signal.sigwait(ends)
-    except (OSError, LLMException) as error:
-        print(f"llm-datadist doctor: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+    with failing("doctor"), serving(host, port, options):
+        print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
+        signal.sigwait(ends)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -35,7 +35,7 @@ logger = init_logger("vllm.datadist")
 TRIED: Final = ("0.32.0",)
 
 
-def _passed(half: str, method: str) -> Callable[..., Any]:
+def passed(half: str, method: str) -> Callable[..., Any]:
     """Return a method of a connector that passes its arguments to a method of one half."""
 
     def call(self: HalvedConnector, *args: Any) -> Any:
@@ -76,12 +76,12 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.pool = gpu_block_pool
 
-    on_new_request = _passed("_scheduler", "on_new_request")
-    update_state_after_alloc = _passed("_scheduler", "allocated")
-    update_connector_output = _passed("_scheduler", "take_output")
-    has_pending_push_work = _passed("_scheduler", "needs_steps")
-    build_connector_meta = _passed("_scheduler", "take_orders")
-    request_finished_all_groups = _passed("_scheduler", "finished")
+    on_new_request = passed("_scheduler", "on_new_request")
+    update_state_after_alloc = passed("_scheduler", "allocated")
+    update_connector_output = passed("_scheduler", "take_output")
+    has_pending_push_work = passed("_scheduler", "needs_steps")
+    build_connector_meta = passed("_scheduler", "take_orders")
+    request_finished_all_groups = passed("_scheduler", "finished")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens to fetch, None to be asked again, and True if any: they load between steps."""
@@ -97,10 +97,10 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the context that allocates the KV cache from the pool."""
         return self._worker.allocation
 
-    register_kv_caches = _passed("_worker", "register")
-    set_host_xfer_buffer_ops = _passed("_worker", "use_copies")
-    wait_for_save = _passed("_worker", "save")
-    build_connector_worker_meta = _passed("_worker", "take_told")
+    register_kv_caches = passed("_worker", "register")
+    set_host_xfer_buffer_ops = passed("_worker", "use_copies")
+    wait_for_save = passed("_worker", "save")
+    build_connector_worker_meta = passed("_worker", "take_told")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
@@ -138,9 +138,9 @@ class LLMDataDistConnector(HalvedConnector):
     _cache_hit_source = CacheHitSource.P2P
     _halves = Scheduler, RankWorker
 
-    set_xfer_handshake_metadata_pp_aware = _passed("_scheduler", "take_endpoints")
+    set_xfer_handshake_metadata_pp_aware = passed("_scheduler", "take_endpoints")
     #: Ends the grants of aborted and preempted requests, before this step overwrites their blocks.
-    handle_preemptions = _passed("_worker", "revoke")
+    handle_preemptions = passed("_worker", "revoke")
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return all transferred groups: the blocks are the request's own."""
