@@ -79,7 +79,7 @@ class CudaLoop(CudaCopy):
         """Prepare the addresses of all blocks."""
         facts, here = super().start(), self.workload
         self._dst, self._src = (
-            RawBlocks.elsewhere([base], here.rows, here.block_bytes, numbers).addresses
+            RawBlocks.at([base], here.block_bytes, numbers).addresses
             for base, numbers in ((self._to, here.dst_blocks), (self._of, here.src_blocks))
         )
         pairs = zip(self._dst.tolist(), self._src.tolist(), strict=True)

@@ -1,7 +1,7 @@
 """Limits and peers as contenders of the bench: all bytes verified, or a reason given before anything starts.
 
 First the bytes: whatever is wrong with a destination is found. Then the raw limits: the right bytes at every size and
-number of threads, and nothing done on bad input.
+number of threads.
 """
 
 import os
@@ -199,7 +199,7 @@ def other() -> Iterator[Holder]:
 
 def blocks_of_other(other: Holder, work: BenchWorkload, numbers: Any) -> RawBlocks:
     """Return blocks of two tensors, one behind the other."""
-    return RawBlocks.elsewhere([other.address, other.address + work.tensor_bytes], work.rows, work.block_bytes, numbers)
+    return RawBlocks.at([other.address, other.address + work.tensor_bytes], work.block_bytes, numbers)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -369,7 +369,17 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
     ) -> tuple[int, str]:
         """Save what goes into one question; return the number newly stored, and the reason to ask no other one."""
         try:
-            done = self._lend(keys, shape, cache, blocks, generation)
+            # It ends in any case: also if neither the revoke nor the end of the link comes.
+            grant = cache.grant(blocks, self._options.save_ms / 1e3 + _SAVE_SPARE, peer=self._options.store_id)
+            try:
+                # After the grant, which ends with the link: no other process that took the store's place may use it.
+                self._require_own("save")
+                lent, rank = grant.to_bytes(), self._ranks.index(self._namespace)
+                body = messages.Save(self._ranks, rank, generation, shape, keys, blocks.tolist(), lent).encode()
+                answer = self._ask(messages.SAVE, body, self._options.save_ms)
+            finally:
+                grant.revoke()  # before this call ends: nobody reads the blocks any more
+            done = messages.decode(messages.Done, answer, self._what)
         except LLMException as error:
             if isinstance(error, (ParamError, CacheNotFound, StateError)):
                 raise
@@ -379,21 +389,6 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
             return 0, "cleared"
         self._count("refused busy", done.left)
         return done.count, ""
-
-    def _lend(
-        self, keys: list[bytes], shape: BlockShape, cache: Cache, blocks: Indices, generation: bytes
-    ) -> messages.Done:
-        # It ends in any case: also if neither the revoke nor the end of the link comes.
-        grant = cache.grant(blocks, self._options.save_ms / 1e3 + _SAVE_SPARE, peer=self._options.store_id)
-        try:
-            # After the grant, which ends with the link: no other process that took the store's place may use it.
-            self._require_own("save")
-            lent, rank = grant.to_bytes(), self._ranks.index(self._namespace)
-            body = messages.Save(self._ranks, rank, generation, shape, keys, blocks.tolist(), lent).encode()
-            answer = self._ask(messages.SAVE, body, self._options.save_ms)
-        finally:
-            grant.revoke()  # before this call ends: nobody reads the blocks any more
-        return messages.decode(messages.Done, answer, self._what)
 
     def clear(self, timeout_ms: int = 1000) -> bool:
         """Empty the namespaces of all ranks; return True once the store has done it.

@@ -57,6 +57,7 @@ _PULL_MS: Final = 5000
 Name = tuple[str, bytes]  # tenant and namespace
 Reader = tuple[int, str]  # cluster id and incarnation
 Ranks = tuple[str, tuple[bytes, ...]]  # tenant, and the namespaces of an engine
+_Lent = tuple["_Space", bytes, "Numbers", bytes]  # by a hit: slots as bytes, the same once each, and their digests
 
 
 class _Emptied(Exception):
@@ -232,12 +233,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         right = not keys or len(set(asked.namespaces)) == len(asked.tokens) == count
         check_rule(right and count * keys <= messages.MAX_LOOKUP_KEYS, "lookup: its parts do not fit")
         reader, names = (question.cluster_id, question.incarnation), [(question.tenant, n) for n in asked.namespaces]
-        with self._lock:
-            generations = [self._generation(name) for name in names]
-            lent = self._lend([self._spaces.get(name) for name in names], reader, packed, keys) if keys else []
         found: list[messages.Found] = []
+        lent: list[_Lent] = []
         granted = 0
         try:
+            with self._lock:
+                generations = [self._generation(name) for name in names]
+                if keys:
+                    self._lend([self._spaces.get(name) for name in names], reader, packed, keys, lent)
             for (space, slots, read, digests), token in zip(lent, asked.tokens, strict=bool(lent)):
                 end = partial(self._end_load, space, reader)
                 grant = space.cache.grant(read, None, token=token, peer=question.cluster_id, on_end=end)
@@ -249,10 +252,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             raise
         return messages.Run(found, generations).encode()
 
-    def _lend(
-        self, spaces: list[_Space | None], reader: Reader, keys: bytes, asked: int
-    ) -> list[tuple[_Space, bytes, Numbers, bytes]]:
-        """Under the lock: count a hit of the leading run that all have; return slots and digests of each."""
+    def _lend(self, spaces: list[_Space | None], reader: Reader, keys: bytes, asked: int, lent: list[_Lent]) -> None:
+        """Under the lock: count a hit of the leading run that all have; add what each lends."""
         now, there, runs = time.monotonic(), [space for space in spaces if space is not None], []
         for space in there:
             runs.append(space.slots.run(keys))
@@ -260,22 +261,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             space.counts.update(lookups=1, asked=asked, found=len(runs[-1]))
         count = min(map(len, runs)) if len(there) == len(spaces) else 0
         if not count:
-            return []
+            return
         count = self._room_for(there, reader, [run[:count] for run in runs])
-        lent: list[tuple[_Space, bytes, Numbers, bytes]] = []
-        try:
-            for space, run in zip(there, runs, strict=True):
-                places = run[:count].astype("<i8", copy=False).tobytes()
-                digests = space.slots.digests(run[:count]).astype("<u8", copy=False).tobytes()
-                read, cost = space.lend(reader, run[:count])
-                lent.append((space, places, read, digests))
-                self._count(reader, cost)
-        except BaseException:
-            for space, _, read, _ in lent:
-                space.take_back(reader, read)
-                self._count(reader, -space.cost(reader, read))
-            raise
-        return lent
+        for space, run in zip(there, runs, strict=True):
+            places = run[:count].astype("<i8", copy=False).tobytes()
+            digests = space.slots.digests(run[:count]).astype("<u8", copy=False).tobytes()
+            read, cost = space.lend(reader, run[:count])
+            lent.append((space, places, read, digests))
+            self._count(reader, cost)
 
     def _room_for(self, spaces: list[_Space], reader: Reader, runs: list[Numbers]) -> int:
         """Under the lock: return the keys of the next hit; LinkError (``LLM_LINK_BUSY``) if it can have none."""
@@ -447,14 +440,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             del self._used[least]
             gone = [each for each in self._spaces.values() if each.ranks == least]
             for space in gone:
-                self._forget(space)
+                del self._spaces[space.name]
+            self._cleared += len(gone)
         for space in gone:
             self._manager.deallocate_blocks_cache(space.cache)
-
-    def _forget(self, space: _Space) -> None:
-        """Under the lock."""
-        del self._spaces[space.name]
-        self._cleared += 1
 
     def _on_clear(self, question: PeerQuestion) -> None:
         asked = _body(messages.Clear, question, "push")

@@ -46,9 +46,8 @@ class SlotEvent(IntEnum):
     FILL = auto()  # taken for a key
     PUBLISH = auto()  # pulled and digested
     ABANDON = auto()  # the pull failed
-    EVICT = auto()  # without readers
-    DROP = auto()  # its bytes are wrong, or the namespace is emptied
-    IDLE = auto()  # the last reader's grant has ended
+    DROP = auto()  # evicted without readers, its bytes are wrong, or the namespace is emptied
+    IDLE = auto()  # no reader's grant lasts
 
 
 _S, _E = SlotState, SlotEvent
@@ -59,7 +58,6 @@ TRANSITIONS: Final[dict[SlotEvent, tuple[SlotState, SlotState]]] = {
     _E.FILL: (_S.FREE, _S.FILLING),
     _E.PUBLISH: (_S.FILLING, _S.PUBLISHED),
     _E.ABANDON: (_S.FILLING, _S.FREE),
-    _E.EVICT: (_S.PUBLISHED, _S.FREE),
     _E.DROP: (_S.PUBLISHED, _S.DROPPED),
     _E.IDLE: (_S.DROPPED, _S.FREE),
 }
@@ -186,7 +184,9 @@ class Slots:
     def abandon(self, slots: Sequence[int]) -> None:
         """Give filled slots back; no write into them may be under way."""
         self._fire(SlotEvent.ABANDON, slots)
-        self._give_back(slots)
+        for slot in slots:
+            del self._slot_of[self._keys[slot]]
+        self._free += reversed(slots)  # they are taken from the end: neighbours stay neighbours
         self.filling -= len(slots)
 
     def drop(self, slots: Sequence[int]) -> list[bytes]:
@@ -255,23 +255,12 @@ class Slots:
             else:
                 gone.append(slot)
             self._wrap()
-        self._fire(SlotEvent.EVICT, gone)
-        self.published -= len(gone)
-        return self._give_back(gone)
+        return self._drop(gone)
 
     def _wrap(self) -> None:
         """Begin again with the oldest, once the hand has passed the newest."""
         if not self._ahead:
             self._passed, self._ahead = self._ahead, self._passed
-
-    def _give_back(self, slots: Sequence[int]) -> list[bytes]:
-        """Let slots be filled again; return the keys that they had."""
-        keys = [self._keys[slot] for slot in slots]
-        for slot, key in zip(slots, keys, strict=True):
-            self._keys[slot] = b""
-            del self._slot_of[key]
-        self._free += reversed(slots)  # they are taken from the end: neighbours stay neighbours
-        return keys
 
     def _fire(self, event: SlotEvent, slots: Sequence[int] | Numbers) -> None:
         if not len(slots):

@@ -16,29 +16,32 @@ from llm_datadist.integrations.vllm.stats import Stats, StatsMetrics
 from llm_datadist.integrations.vllm.worker import RankWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        CopyBlocksOp,
         KVConnectorHandshakeMetadata,
-        KVConnectorMetadata,
         KVConnectorTransferResults,
-        KVConnectorWorkerMetadata,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.datadist")
 
 TRIED: Final = ("0.32.0",)
+
+
+def passed(half: str, method: str) -> Callable[..., Any]:
+    """Return a method of a connector that passes its arguments to a method of one half."""
+
+    def call(self: HalvedConnector, *args: Any) -> Any:
+        return getattr(getattr(self, half), method)(*args)
+
+    return call
 
 
 class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
@@ -73,34 +76,20 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.pool = gpu_block_pool
 
-    def on_new_request(self, request: Request) -> None:
-        self._scheduler.on_new_request(request)
+    on_new_request = passed("_scheduler", "on_new_request")
+    update_state_after_alloc = passed("_scheduler", "allocated")
+    update_connector_output = passed("_scheduler", "take_output")
+    has_pending_push_work = passed("_scheduler", "needs_steps")
+    build_connector_meta = passed("_scheduler", "take_orders")
+    request_finished_all_groups = passed("_scheduler", "finished")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens to fetch, None to be asked again, and True if any: they load between steps."""
         count = self._scheduler.matched_tokens(request, num_computed_tokens)
         return count, bool(count)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.take_output(connector_output)
-
-    def has_pending_push_work(self) -> bool:
-        """Return True if vLLM has to make steps without requests."""
-        return bool(self._scheduler.needs_steps())
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.take_orders(scheduler_output)
-
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids)
+        return self._scheduler.finished(request, (block_ids,))
 
     # --- in a worker --------------------------------------------------------------------------------------------------
 
@@ -108,11 +97,10 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the context that allocates the KV cache from the pool."""
         return self._worker.allocation
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._worker.use_copies(copy_operation)
+    register_kv_caches = passed("_worker", "register")
+    set_host_xfer_buffer_ops = passed("_worker", "use_copies")
+    wait_for_save = passed("_worker", "save")
+    build_connector_worker_meta = passed("_worker", "take_told")
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.obey(self._get_connector_metadata(), idle=forward_context.attn_metadata is None)
@@ -123,14 +111,8 @@ class HalvedConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: peers read the blocks in place, or slots are copied once a step has run."""
 
-    def wait_for_save(self) -> None:
-        self._worker.save()
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_told()
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 
@@ -156,22 +138,13 @@ class LLMDataDistConnector(HalvedConnector):
     _cache_hit_source = CacheHitSource.P2P
     _halves = Scheduler, RankWorker
 
-    # --- in the scheduler ---------------------------------------------------------------------------------------------
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._scheduler.take_endpoints(metadata)
+    set_xfer_handshake_metadata_pp_aware = passed("_scheduler", "take_endpoints")
+    #: Ends the grants of aborted and preempted requests, before this step overwrites their blocks.
+    handle_preemptions = passed("_worker", "revoke")
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return all transferred groups: the blocks are the request's own."""
         return self._kv_cache_config.transfer_group_ids
 
-    # --- in a worker --------------------------------------------------------------------------------------------------
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.endpoint() if get_kv_transfer_group() is self else None
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End the grants of aborted and preempted requests, before this step overwrites their blocks."""
-        self._worker.revoke(kv_connector_metadata)

@@ -28,6 +28,7 @@ from llm_datadist.integrations.vllm.kinds import describe, is_in_gpu, windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
 from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation, gpu_of_rank
 from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
+from llm_datadist.integrations.vllm.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class Rank:
     """Base of a connector's half in one worker."""
 
     _layout: Layout  # from `_register` on
+    _cache: Cache
     _rank: int
     _told: Any = None  # to the scheduler, with the next results
 
@@ -75,8 +77,9 @@ class Rank:
         self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its transfer, and their blocks
         self._ended: SimpleQueue[tuple[Any, Any]] = SimpleQueue()  # by any thread: what has ended, and how
         self._at_end = ExitStack()
+        self.stats = Stats()
 
-    def _register(self, views: dict[str, torch.Tensor], key: BlocksCacheKey | None, *, whole: bool = False) -> Cache:
+    def _register(self, views: dict[str, torch.Tensor], key: BlocksCacheKey | None, *, whole: bool = False) -> None:
         """Register vLLM's KV cache, or slots for it; a row is a ``whole`` block, or as the layout says."""
         self._rank = get_tensor_model_parallel_rank()
         if self._in_gpu and (self.allocation is None or self.allocation.cache is None):
@@ -91,7 +94,7 @@ class Rank:
             self._new_copier = partial(make_copier, blocks, slots)
         shape = [count, rows * parts] if whole else [count * rows, parts]
         desc = CacheDesc(len(addresses), shape, DataType.DT_INT8)
-        return self.datadist.cache_manager.register_blocks_cache(desc, addresses, key, granted_only=True)
+        self._cache = self.datadist.cache_manager.register_blocks_cache(desc, addresses, key, granted_only=True)
 
     def use_copies(self, operation: CopyBlocksOp) -> None:
         """Take vLLM's operation that copies blocks, after the KV cache."""

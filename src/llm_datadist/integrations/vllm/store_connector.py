@@ -9,17 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from llm_datadist.errors import ParamError
-from llm_datadist.integrations.vllm.connector import HalvedConnector
+from llm_datadist.integrations.vllm.connector import HalvedConnector, passed
 from llm_datadist.integrations.vllm.kinds import windows_of
 from llm_datadist.integrations.vllm.stats import StoreStatsMetrics
 from llm_datadist.integrations.vllm.store_scheduler import StoreScheduler
 from llm_datadist.integrations.vllm.store_worker import StoreWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -60,10 +57,5 @@ class LLMDataDistStoreConnector(HalvedConnector):
             raise ParamError(f"LLMDataDistStoreConnector: hash_block_size={hashed}: must be the block size, {size}")
         super().bind_gpu_block_pool(gpu_block_pool)
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        found: list[KVCacheEvent] = self._scheduler.take_events()
-        return found
-
-    def reset_cache(self) -> bool:
-        """Let nothing that was saved be found again; return False if the store has not answered within a second."""
-        return self._scheduler.reset()
+    take_events = passed("_scheduler", "take_events")
+    reset_cache = passed("_scheduler", "reset")

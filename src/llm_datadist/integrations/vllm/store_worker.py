@@ -24,7 +24,6 @@ from llm_datadist import BlocksCacheKey
 from llm_datadist._log import named
 from llm_datadist.errors import LLMException
 from llm_datadist.integrations.vllm.rank import Rank, at_once
-from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from llm_datadist import Cache
     from llm_datadist.integrations.vllm.layout import Layout
     from llm_datadist.store import StoreClient
 
@@ -64,8 +62,7 @@ class StoreWorker(Rank):
     What ends is a load, by its request, with True if it failed, or a save, by its number, with what was refused.
     """
 
-    _cache: Cache  # from `register` on
-    client: StoreClient
+    client: StoreClient  # from `register` on
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, kv_cache_config, None)
@@ -78,10 +75,9 @@ class StoreWorker(Rank):
         self._part = b""  # of the orders' namespaces
         self._begun: dict[str | int, float] = {}  # by load or save that is not reported: monotonic
         self._cleared_at = 0.0  # monotonic, when the saver heard of it: saves that began before are of before
-        self.stats = Stats()
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        self._cache = self._register(views, BlocksCacheKey(self.cluster_id), whole=True)
+        self._register(views, BlocksCacheKey(self.cluster_id), whole=True)
         self._spaces = [namespace_of(self._config, self._layout, rank) for rank in range(self._layout.ranks)]
         self._told.namespaces[self._rank] = self._spaces[self._rank]
         self.client = client_of(self._config, self.datadist, self._spaces, b"", self._rank)

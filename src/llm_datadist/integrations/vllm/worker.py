@@ -30,7 +30,6 @@ from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
 from llm_datadist.integrations.vllm.rank import Rank, at_once
-from llm_datadist.integrations.vllm.stats import Stats
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
 from llm_datadist.views import tensor_views
 
@@ -63,8 +62,6 @@ class _Given:
 class RankWorker(Rank):
     """The connector's half in one worker. Threads: vLLM's, unless stated."""
 
-    _cache: Cache  # from `register` on
-
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         option = transfer.get_from_extra_config
@@ -81,10 +78,9 @@ class RankWorker(Rank):
         self._told = ClaimedRequests()
         self._over: set[str] = set()  # offered requests without a grant
         self._unsaved = Orders()  # of this step, until :meth:`save`
-        self.stats = Stats()
 
     def register(self, views: dict[str, torch.Tensor]) -> None:
-        self._cache = self._register(views, BlocksCacheKey(self.cluster_id) if self._producer else None)
+        self._register(views, BlocksCacheKey(self.cluster_id) if self._producer else None)
         logger.info("LLMDataDistConnector: %r", self._cache)
         if (endpoint := self.endpoint()) is not None:
             self._told.endpoints[0, self._rank] = endpoint

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -53,7 +52,7 @@ class Build:
 
 
 class Process:
-    """One worker process. Thread ``bench-answers`` reads its answers."""
+    """One worker process."""
 
     def __init__(self, contender: str, role: Role, build: Build) -> None:
         self.name = contender if role is Role.ALONE else f"{contender} ({role})"
@@ -61,6 +60,7 @@ class Process:
         self._process = subprocess.Popen(
             # By the name that builds of every age have.
             [*build.within.get(role, ()), build.python, "-P", "-m", "llm_datadist.bench.worker", contender, role],
+            bufsize=0,  # what has been read of an answer but not taken would not be seen by select()
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -80,26 +80,21 @@ class Process:
         self.pid: Final = self._process.pid
         self.signal: Final = self._process.send_signal
         """Sends a signal, unless the process has ended."""
-        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="bench-answers", daemon=True)
-        self._reader.start()
 
     def send(self, do: str, **fields: object) -> None:
         """Give an order. If the process has ended, :meth:`answer` raises."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
-            self._stdin.flush()
 
     def answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401  a JSON value
         """Return the value of the next answer.
 
         A process that reports an error, ends, or says nothing for ``timeout_s`` seconds, is a ContenderFailed.
         """
-        try:
-            line = self._answers.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            raise ContenderFailed(f"{self.name}: no answer to {what} in time{self._tail()}") from None
-        if line is None:
+        if not select.select([self._stdout], [], [], max(0.0, timeout_s))[0]:
+            raise ContenderFailed(f"{self.name}: no answer to {what} in time{self._tail()}")
+        line = self._stdout.readline()  # a worker writes it at once
+        if not line:
             raise ContenderFailed(f"{self.name}: ended with status {self._process.wait()} during {what}{self._tail()}")
         try:
             answer = _decode(line)
@@ -117,19 +112,12 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process if it lives; free pipes and thread. Idempotent."""
+        """Kill the process if it lives; free its pipes. Idempotent."""
         self._process.kill()
         self._process.wait(_KILL_S)
-        self._reader.join(_KILL_S)
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
+        self._stdin.close()
         self._stdout.close()
         self._log.close()
-
-    def _read(self) -> None:
-        for line in self._stdout:
-            self._answers.put(line)
-        self._answers.put(None)
 
     def _tail(self) -> str:
         """Return the last 600 bytes of its standard error."""
@@ -184,36 +172,31 @@ class RunningContender(contextlib.AbstractContextManager["RunningContender"]):
 
     def prepare(self, seed: int) -> None:
         """Give the source new bytes and poison the destination."""
-        self.ask_all([("fill", {"seed": seed}), ("poison", {})])
+        self.ask_all("fill", seed=seed)
+        self.ask_all("poison")
 
     def run(self, what: str, count: int) -> tuple[list[float], float]:
         """Run ``count`` transfers ("timed") or steps ("sample"); return the seconds of each, and CPU seconds in all."""
-        before = sum(self.ask_all([("cpu", {})]))
+        before = sum(self.ask_all("cpu"))
         initiator = self.processes[-1]
         seconds = self.ask(initiator, what, count=count)
-        return seconds, sum(self.ask_all([("cpu", {})])) - before
+        return seconds, sum(self.ask_all("cpu")) - before
 
     def verify(self, seed: int) -> None:
         """Compare all bytes; raise ContenderFailed if some are wrong, or no process had any."""
-        if not any(self.ask_all([("verify", {"seed": seed})])):
+        if not any(self.ask_all("verify", seed=seed)):
             raise ContenderFailed(f"{self.contender}: no process verified anything")
 
-    def ask_all(self, orders: list[tuple[str, dict[str, object]]]) -> list[Any]:
-        """Give every process all orders; return the answers to the last."""
+    def ask_all(self, what: str, **fields: object) -> list[Any]:
+        """Give every process an order; return the answers."""
         deadline = time.monotonic() + self._timeout_s
         for process in self.processes:
-            for what, fields in orders:
-                process.send(what, **fields)
-        answers: list[Any] = []
-        for process in self.processes:
-            for what, _ in orders:
-                value = self._answer(process, what, deadline)
-            answers.append(value)
-        return answers
+            process.send(what, **fields)
+        return [self._answer(process, what, deadline) for process in self.processes]
 
     def start(self, workload: BenchWorkload) -> None:
         """Set up memory, and connect the processes."""
-        told = self.ask_all([("start", {"workload": msgspec.to_builtins(workload)})])
+        told = self.ask_all("start", workload=msgspec.to_builtins(workload))
         self.facts.update(told[-1])
         if len(self.processes) > 1:
             _, destination = self.processes

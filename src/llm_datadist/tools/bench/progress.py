@@ -1,15 +1,17 @@
-"""Progress of long work: a bar on a terminal with rich, else plain lines."""
+"""Progress of long work: a bar on a terminal, else plain lines. Needs rich."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from typing import TYPE_CHECKING, Final, TextIO, TypeVar
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from typing import Any, Self
+    from typing import Self
 
 _T = TypeVar("_T")
 #: Between two refreshes of the bar.
@@ -26,52 +28,38 @@ class BenchProgress:
     """
 
     def __init__(self, stream: TextIO, unit: str) -> None:
-        self._stream = stream
+        self.live: Final = stream.isatty()
         self._drawn = 0.0
-        self._bar: Any = None
-        if stream.isatty() and importlib.util.find_spec("rich") is not None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-            self._bar = Bar(
-                *columns,
-                TextColumn(unit),
-                TimeElapsedColumn(),
-                console=Console(file=stream, highlight=False, soft_wrap=True),
-                auto_refresh=False,
-                redirect_stdout=sys.stdout.isatty(),
-            )
-            self._task = self._bar.add_task("", total=None)
-        self.live: Final = self._bar is not None
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit),
+            TimeElapsedColumn(),
+            console=Console(file=stream, highlight=False, soft_wrap=True),
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not self.live,
+        )
+        self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
-        if self.live:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self.live:
-            self._bar.stop()
+        self._bar.stop()
 
     def begin(self, total: float) -> None:
         """Set the amount of work."""
-        if self.live:
-            self._bar.update(self._task, total=total)
+        self._bar.update(self._task, total=total)
 
     def say(self, text: str) -> None:
         """Show a line."""
-        if self.live:
-            self._bar.console.print(text, markup=False, emoji=False)
-        else:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
+        self._bar.console.print(text, markup=False, emoji=False)
 
     def show(self, done: float, what: str) -> None:
         """Move the bar to ``done`` and name the current work, if there is a bar."""
-        if not self.live:
-            return
         self._bar.update(self._task, completed=done, description=what)
         if time.monotonic() - self._drawn >= _SECONDS or self._bar.finished:
             self._bar.refresh()

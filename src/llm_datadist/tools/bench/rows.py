@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -120,23 +120,17 @@ def make_rows(
         gb_per_s=ours.gb_per_s(nbytes),
         cpu_seconds_per_gib=ours.cpu_per_gib(moved),
     )
+
+    def beside(who: str, name: str | None, other: Measured) -> dict[str, Any]:
+        return {
+            who: name,
+            f"{who}_seconds_median": other.median,
+            f"{who}_gb_per_s": other.gb_per_s(nbytes),
+            f"ratio_to_{who}": other.median / ours.median,
+            f"{who}_cpu_seconds_per_gib": other.cpu_per_gib(moved),
+        }
+
     if limit is not None:
-        row = msgspec.structs.replace(
-            row,
-            limit=f"{case.limit} ({limit.way})" if limit.way else case.limit,
-            limit_seconds_median=limit.median,
-            limit_gb_per_s=limit.gb_per_s(nbytes),
-            ratio_to_limit=limit.median / ours.median,
-            limit_cpu_seconds_per_gib=limit.cpu_per_gib(moved),
-        )
-    return [
-        msgspec.structs.replace(
-            row,
-            peer=name,
-            peer_seconds_median=peer.median,
-            peer_gb_per_s=peer.gb_per_s(nbytes),
-            ratio_to_peer=peer.median / ours.median,
-            peer_cpu_seconds_per_gib=peer.cpu_per_gib(moved),
-        )
-        for name, peer in peers.items()
-    ] or [row]
+        name = f"{case.limit} ({limit.way})" if limit.way else case.limit
+        row = msgspec.structs.replace(row, **beside("limit", name, limit))
+    return [msgspec.structs.replace(row, **beside("peer", *each)) for each in peers.items()] or [row]

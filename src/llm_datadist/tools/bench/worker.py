@@ -20,7 +20,7 @@ import msgspec
 
 from llm_datadist.tools.bench import cuda
 from llm_datadist.tools.bench.contenders import find
-from llm_datadist.tools.bench.contenders.base import Contender, Role
+from llm_datadist.tools.bench.contenders.base import Role
 from llm_datadist.tools.bench.workload import BenchWorkload
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ORPHANED: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
-_OF_THE_CONTENDER: Final = ("connect", "fill", "poison", "timed", "sample", "verify")
+_OF_THE_CONTENDER: Final = ("connect", "fill", "poison", "timed", "sample", "verify", "stop")
 
 Order = dict[str, Any]
 _decode_order: Final = msgspec.json.Decoder(Order).decode
@@ -40,14 +40,12 @@ class BenchWorker:
     def __init__(self, contender: str, role: Role) -> None:
         self._name = contender
         self._role = role
-        self._side: Contender | None = None
-        self._busy: Busy | None = None
         self._commands: Final[dict[str, Callable[..., object]]] = {
             "start": self._start,
             "cpu": time.process_time,
             "free_on_gpu": cuda.free_bytes,
             "busy": self._be_busy,
-            "stop": self._stop,
+            "stop": lambda: None,  # until there is a contender to stop
         }
 
     def execute(self, order: Order) -> Order:
@@ -62,19 +60,13 @@ class BenchWorker:
 
     def _start(self, workload: object) -> object:
         work = msgspec.convert(workload, BenchWorkload)  # noqa: TID251 (in the only thread)
-        self._side = find(self._name)(self._role, work)
-        self._commands.update((name, getattr(self._side, name)) for name in _OF_THE_CONTENDER)
-        return self._side.start()
+        side = find(self._name)(self._role, work)
+        self._commands.update((name, getattr(side, name)) for name in _OF_THE_CONTENDER)
+        return side.start()
 
     def _be_busy(self, *, on: bool) -> None:
-        if self._busy is not None:
-            self._busy.end()
-        self._busy = Busy() if on else None
-
-    def _stop(self) -> None:
-        self._be_busy(on=False)
-        if self._side is not None:
-            self._side.stop()
+        if on:
+            Busy()
 
 
 class Busy:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
-from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import Annotated, Final
 
 import msgspec
@@ -12,15 +10,13 @@ import typer
 from rich.console import Console
 
 from llm_datadist._option_kinds import INT32_MAX
-from llm_datadist.config import AUTH_SECRET, DEVICE_ID, DEVICE_MEMORY
-from llm_datadist.errors import LLMException
-from llm_datadist.tools.cli.usage import about, pair
+from llm_datadist.config import DEVICE_ID, DEVICE_MEMORY
+from llm_datadist.tools.cli.usage import More, Secrets, failing, given
 from llm_datadist.tools.doctor import device, kernel, limits, peer, versions
 from llm_datadist.tools.doctor.finding import Finding, Severity, exit_code, run_checks
 from llm_datadist.tools.doctor.serve import CLUSTER, serving
 from llm_datadist.types.cluster import show_address
 
-_FAILED: Final = 2
 _PORT: Final = 26000
 _STYLES: Final = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red", Severity.UNKNOWN: "cyan"}
 
@@ -41,27 +37,24 @@ def doctor(
     host: Annotated[str, typer.Option(help="With --serve: the listen address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="With --serve: the port; the next one is used, too.")] = _PORT,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
-    secrets: Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")
-    ] = None,
+    secrets: Secrets = None,
+    option: More = None,
 ) -> None:
     """Examine this host and the way to a peer. Print each finding's meaning and the command that mends it.
 
     The exit status is 0, 1 with warnings or unknowns, 2 with problems.
     """
-    given = dict(pair(text) for text in option or [])
-    if secrets is not None:
-        given[AUTH_SECRET] = str(secrets)
+    options = given(secrets, option)
     if serve:
-        raise typer.Exit(_serve(host, port, given))
-    wanted = _gpu(given)
+        _serve(host, port, options)
+        return
+    wanted = _gpu(options)
     address = None if peer_address is None else _address(peer_address)
     findings = run_checks([*kernel.CHECKS, *limits.CHECKS, *versions.CHECKS])
     findings += device.examine(*wanted)
     if address is not None:
         with Console(stderr=True).status("examining the peer") as status:
-            findings += peer.examine(*address, given, status.update, cluster_id)
+            findings += peer.examine(*address, options, status.update, cluster_id)
     if as_json:
         print(msgspec.json.encode({"exit_code": exit_code(findings), "findings": findings}).decode())
     else:
@@ -76,27 +69,22 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _gpu(given: dict[str, str]) -> list[int]:
+def _gpu(options: dict[str, str]) -> list[int]:
     """Return the number of the GPU in which the options want caches, if any."""
-    number = given.get(DEVICE_ID, "0")
+    number = options.get(DEVICE_ID, "0")
     if not number.isdecimal() or int(number) > INT32_MAX:
         raise typer.BadParameter(f"--option {DEVICE_ID}={number!r} is not the number of a device")
-    return [int(number)] if given.get(DEVICE_MEMORY) == "cuda" else []
+    return [int(number)] if options.get(DEVICE_MEMORY) == "cuda" else []
 
 
-def _serve(host: str, port: int, given: dict[str, str]) -> int:
+def _serve(host: str, port: int, options: dict[str, str]) -> None:
     ends = {signal.SIGINT, signal.SIGTERM}
     if not 0 < port < (1 << 16) - 1:
         raise typer.BadParameter(f"--port {port} is outside [1, 65534]")
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # threads that start later inherit the mask
-    try:
-        with serving(host, port, given):
-            print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
-            signal.sigwait(ends)
-    except (OSError, LLMException) as error:
-        print(f"llm-datadist doctor: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+    with failing("doctor"), serving(host, port, options):
+        print(f"serving at {show_address((host, port))} and {port + 1}; interrupt to end", flush=True)
+        signal.sigwait(ends)
 
 
 def _show(findings: list[Finding]) -> None:

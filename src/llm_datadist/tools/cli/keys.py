@@ -13,7 +13,7 @@ import typer
 from llm_datadist._checks import is_digits
 from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secrets
 from llm_datadist.errors import LLMException
-from llm_datadist.tools.cli.usage import examples
+from llm_datadist.tools.cli.usage import examples, failing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -45,13 +45,11 @@ def new(
     """
     if cluster and not ca:
         raise typer.BadParameter("--cluster is of certificates: give --ca, too")
-    try:
+    with failing("keys", OSError, LLMException, ModuleNotFoundError):
         if ca:
             _new_authority(path, cluster or ["*"])
         else:
             _new_secret(path, name or datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"))
-    except (OSError, LLMException, ModuleNotFoundError) as error:
-        raise _failed(error) from None
 
 
 @keys.command(epilog=examples("llm-datadist keys show /etc/datadist/secrets", "llm-datadist keys show ca/1.pem"))
@@ -59,22 +57,12 @@ def show(
     path: Annotated[Path, typer.Argument(help="File of secrets, or a certificate in PEM.", show_default=False)],
 ) -> None:
     """Show what a file of secrets or a certificate holds. Of secrets, show only ids and digests."""
-    try:
+    with failing("keys", OSError, ValueError, LLMException, ModuleNotFoundError):
         if path.read_bytes().startswith(b"-----BEGIN CERTIFICATE"):
             _show_certificate(path)
             return
         for place, secret in enumerate(read_secrets(path)):
             print(f"{secret.id:20} digest {secret.digest}  {'shown and believed' if place == 0 else 'believed'}")
-    except (OSError, ValueError, LLMException, ModuleNotFoundError) as error:
-        raise _failed(error) from None
-
-
-def _failed(error: Exception) -> typer.Exit:
-    text = str(error)
-    if isinstance(error, ModuleNotFoundError):
-        text = f"needs {error.name}: pip install 'open-datadist[auth]'"
-    typer.echo(f"llm-datadist keys: {text}", err=True)
-    return typer.Exit(2)
 
 
 def _new_secret(path: Path, name: str) -> None:

@@ -5,30 +5,24 @@ from __future__ import annotations
 import re
 import secrets as random
 import signal
-import sys
 import time
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
 from llm_datadist import LLMDataDist, LLMRole
-from llm_datadist.config import AUTH_SECRET
-from llm_datadist.errors import LLMException
 from llm_datadist.store import STORE_ID, StoreServer, messages
 from llm_datadist.store.client import cluster_of
-from llm_datadist.tools.cli.usage import about, examples, pair
+from llm_datadist.tools.cli.usage import More, Secrets, examples, failing, given
 
-_FAILED: Final = 2
 _TURN_SECONDS: Final = 0.2
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _CLIENT: Final = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"}
 _CLEAR_MS: Final = 10_000
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
 ClusterId = Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Cluster id of the store.", show_default=False)]
-Secrets = Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))]
-More = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")]
 
 stores = typer.Typer(invoke_without_command=True)
 
@@ -66,29 +60,28 @@ def store(
         return
     if memory is None:
         raise typer.BadParameter("Missing option '--memory'")
-    size, given = _bytes(memory), _given(secrets, option)
+    size, options = _bytes(memory), given(secrets, option)
     ended: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, _: ended.append(number))
-    try:
-        with StoreServer(size, listen, cluster_id=cluster_id, namespaces=namespaces, options=given) as server:
-            address = f"{listen.rpartition(':')[0]}:{server.port}"
-            shown: dict[str, Any] = {"address": address, "cluster_id": cluster_id, "memory": size}
-            if metrics is not None:
-                import llm_datadist.prometheus  # noqa: F401 (its error names the missing extra)
-                from llm_datadist.store.prometheus import serve
+    with (
+        failing("store"),
+        StoreServer(size, listen, cluster_id=cluster_id, namespaces=namespaces, options=options) as server,
+    ):
+        address = f"{listen.rpartition(':')[0]}:{server.port}"
+        shown: dict[str, Any] = {"address": address, "cluster_id": cluster_id, "memory": size}
+        if metrics is not None:
+            import llm_datadist.prometheus  # noqa: F401 (its error names the missing extra)
+            from llm_datadist.store.prometheus import serve
 
-                shown["metrics"] = serve(server, metrics)
-            share = size / namespaces / 2**20
-            text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
-            print(msgspec.json.encode(shown).decode() if as_json else text, flush=True)
-            while not ended:  # not sigwait: until it begins, threads of NumPy could take the signal
-                time.sleep(_TURN_SECONDS)
-            if as_json:
-                print(msgspec.json.encode({"statistics": server.statistics()}).decode(), flush=True)
-    except (OSError, LLMException) as error:
-        print(f"llm-datadist store: {error}", file=sys.stderr)
-        raise typer.Exit(_FAILED) from None
+            shown["metrics"] = serve(server, metrics)
+        share = size / namespaces / 2**20
+        text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
+        print(msgspec.json.encode(shown).decode() if as_json else text, flush=True)
+        while not ended:  # not sigwait: until it begins, threads of NumPy could take the signal
+            time.sleep(_TURN_SECONDS)
+        if as_json:
+            print(msgspec.json.encode({"statistics": server.statistics()}).decode(), flush=True)
 
 
 @stores.command(epilog=examples("llm-datadist store clear 127.0.0.1:26100"))
@@ -109,20 +102,12 @@ def clear(
 ) -> None:
     """Empty all namespaces of a tenant in a running store. Saves that are under way store nothing."""
     instance = LLMDataDist(LLMRole.MIX, random.randbits(63) if own_id is None else own_id)
-    try:
-        instance.init(_CLIENT | _given(secrets, option))
+    with failing("store clear"), ExitStack() as at_end:
+        at_end.callback(instance.finalize)
+        instance.init(_CLIENT | given(secrets, option))
         instance.link_clusters([cluster_of(cluster_id, address)])
         done = instance.ask(cluster_id, messages.CLEAR, messages.Clear([]).encode(), _CLEAR_MS)
         print(f"namespaces emptied: {messages.decode(messages.Done, done, 'store').count}")
-    except (OSError, LLMException) as error:
-        print(f"llm-datadist store clear: {error}", file=sys.stderr)
-        raise typer.Exit(_FAILED) from None
-    finally:
-        instance.finalize()
-
-
-def _given(secrets: Path | None, option: list[str] | None) -> dict[str, str]:
-    return dict(pair(text) for text in option or []) | ({} if secrets is None else {AUTH_SECRET: str(secrets)})
 
 
 def _bytes(text: str) -> int:

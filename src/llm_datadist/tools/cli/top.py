@@ -13,6 +13,7 @@ from llm_datadist._statistics_page import instances
 from llm_datadist._tables import show_table
 from llm_datadist.tools.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows
 from llm_datadist.tools.cli.top_source import Remote, SourceError, encode
+from llm_datadist.tools.cli.usage import failing
 
 if TYPE_CHECKING:
     from llm_datadist._statistics_page import Instance
@@ -42,15 +43,11 @@ def top(
         raise typer.BadParameter(f"--connect must name a host as ssh knows it, not {connect!r}")
     if not (once or as_json or sys.stdout.isatty()):
         raise typer.BadParameter("standard output is no terminal: --once prints once, --json prints each second")
-    try:
-        if connect is None:
-            _show(lambda _: instances(), once, as_json, hide_idle)
-            return
-        with closing(Remote(connect, command)) as remote:
-            _show(remote.read, once, as_json, hide_idle)
-    except SourceError as error:
-        print(f"llm-datadist top: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    if connect is None:
+        _show(lambda _: instances(), once, as_json, hide_idle)
+        return
+    with failing("top", SourceError, status=1), closing(Remote(connect, command)) as remote:
+        _show(remote.read, once, as_json, hide_idle)
 
 
 def _show(read: Read, once: bool, as_json: bool, hide_idle: bool) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Final, cast
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 from typer.core import TyperGroup
 
-from llm_datadist.config import OPTIONS
+from llm_datadist.config import AUTH_SECRET, OPTIONS
+from llm_datadist.errors import LLMException
 from llm_datadist.tools.cli import FAILED, INTERRUPTED, USAGE_ERROR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: ClickException; newer typers bring their own click.
 _Mistake: Final = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
@@ -33,12 +39,33 @@ def about(option: str) -> str:
     return OPTIONS[option].meaning.replace("``", "")
 
 
-def pair(text: str) -> tuple[str, str]:
-    """Return key and value of ``--option``."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
-    return key, value
+Secrets = Annotated[Path | None, typer.Option(metavar="FILE", help=about(AUTH_SECRET))]
+More = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the instance. Repeatable.")]
+
+
+def given(secrets: Secrets, more: More) -> dict[str, str]:
+    """Return the options of ``init`` that ``--secrets`` and ``--option`` give."""
+    options: dict[str, str] = {}
+    for text in more or []:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"--option {text!r} is not of the form KEY=VALUE")
+        options[key] = value
+    return options if secrets is None else options | {AUTH_SECRET: str(secrets)}
+
+
+@contextmanager
+def failing(command: str, *errors: type[Exception], status: int = USAGE_ERROR) -> Iterator[None]:
+    """End the command with one line and ``status`` if one of ``errors`` is raised. By default: of host or library."""
+    known = errors or (OSError, LLMException)
+    try:
+        yield
+    except known as error:
+        text = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            text = f"needs {error.name}: pip install 'open-datadist[auth]'"
+        print(f"llm-datadist {command}: {text}", file=sys.stderr)
+        raise typer.Exit(status) from None
 
 
 def examples(*commands: str) -> str:

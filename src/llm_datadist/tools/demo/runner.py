@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
+import select
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack, suppress
 from enum import StrEnum
@@ -30,7 +29,6 @@ DemoDevice = StrEnum("DemoDevice", "HOST CUDA")
 
 # The demo takes a few seconds; ten times as long passes.
 _PATIENCE_S: Final = 180.0
-_KILL_WAIT_S: Final = 10.0
 _INTERRUPTED: Final = 130
 # One thread each: equal inputs give equal bits, and two processes fit a small machine. MKL_CBWR makes MKL's results
 # independent of the alignment of arrays.
@@ -72,18 +70,15 @@ def run_demo(transport: DemoTransport, memory: DemoMemory, device: DemoDevice, *
 
 
 class _Demo(ExitStack):
-    """One run. Leaving the context ends its processes.
-
-    Threads: ``demo-<role>`` puts (role, line) into the inbox, last (role, exit status or minus a signal's number).
-    """
+    """One run. Leaving the context ends its processes."""
 
     def __init__(self, setup: tuple[str, str, str, str], stream: TextIO) -> None:
         super().__init__()
         self._setup = setup
         self._stream = stream
         self._started = time.monotonic()
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        self._inbox: queue.SimpleQueue[tuple[str, str | int]] = queue.SimpleQueue()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._outputs: dict[Any, str] = {}  # of those that have not ended
 
     def run(self) -> dict[str, Any]:
         """Run all roles and print the comparison; return the fields of the result."""
@@ -119,47 +114,37 @@ class _Demo(ExitStack):
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-m", "llm_datadist.tools.demo.roles", role, *self._setup],
+                bufsize=0,  # what has been read but not shown would not be seen by select()
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
                 env=os.environ | _ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the others in order
             )
         except OSError as error:
             raise RuntimeError(f"{role}: cannot start its process: {error}") from error
-        reader = threading.Thread(target=self._read, args=[role, process], name=f"demo-{role}")
-        reader.start()
-        self.callback(reader.join, _KILL_WAIT_S)
+        self.enter_context(process)
         self.callback(process.kill)
-        self._processes[role] = process
+        self._processes[role], self._outputs[process.stdout] = process, role
         self._say(role, f"process {process.pid} started: {_PARTS[role]}")
 
-    def _read(self, role: str, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with process:
-            for line in process.stdout:
-                self._inbox.put((role, line.rstrip()))
-        self._inbox.put((role, process.returncode))
-
     def _order(self, role: str, order: str = "") -> None:
-        """Give an order, and say that no other follows. If the process has ended, the inbox has its status."""
+        """Give an order, and say that no other follows. If the process has ended, :meth:`_wait` tells."""
         orders = self._processes[role].stdin
         assert orders is not None
-        with suppress(BrokenPipeError, ValueError):  # ValueError: its input is closed
-            orders.write(order)
-            orders.close()
+        with suppress(BrokenPipeError, ValueError), orders:  # ValueError: its input is closed
+            orders.write(order.encode())
 
     def _wait(self, role: str, what: str = "result") -> dict[str, Any]:
         """Show what all say until ``role`` has a result, or has ended well: then the dict is empty."""
         while True:
-            try:
-                sender, event = self._inbox.get(timeout=_PATIENCE_S)
-            except queue.Empty:
-                raise RuntimeError(f"{role}: no {what} within {_PATIENCE_S:.0f} s") from None
-            if isinstance(event, str):
-                text, mark, result = event.partition(RESULT)
+            ready, _, _ = select.select(self._outputs, [], [], _PATIENCE_S)
+            if not ready:
+                raise RuntimeError(f"{role}: no {what} within {_PATIENCE_S:.0f} s")
+            output = ready[0]
+            sender = self._outputs[output]
+            if line := output.readline():
+                text, mark, result = line.decode(errors="replace").rstrip().partition(RESULT)
                 if text:
                     self._say(sender, text)
                 found: dict[str, Any] = json.loads(result) if mark else {}
@@ -167,9 +152,12 @@ class _Demo(ExitStack):
                     raise RuntimeError(f"{sender}: {found['error']}")
                 if mark:
                     return found
-            elif event or (sender == role and what == "result"):
-                raise RuntimeError(f"{sender}: the process ended with status {event} before its {what}")
-            elif sender == role:
+                continue
+            del self._outputs[output]
+            status = self._processes[sender].wait()
+            if status or (sender == role and what == "result"):
+                raise RuntimeError(f"{sender}: the process ended with status {status} before its {what}")
+            if sender == role:
                 return {}
 
     def _show(self, result: dict[str, Any], where: str) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 import numpy as np
 
 from llm_datadist._native import _limits, usable_cpus
-from llm_datadist.errors import ParamError
 from llm_datadist.tools.bench import workload as work
 from llm_datadist.tools.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.tools.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, private_tensors, tensors_like
@@ -43,48 +42,21 @@ streaming_bits = _limits.streaming_bits
 
 @dataclass(frozen=True)
 class RawBlocks:
-    """Blocks of one size, by address: uint64, shape (N,).
-
-    Attributes:
-        owners: This process's tensors, kept alive; none for another process's.
-    """
+    """Blocks of one size, by address: uint64, shape (N,). Whoever has them keeps the memory alive."""
 
     addresses: NDArray[np.uint64]
     block_bytes: int
-    owners: tuple[NDArray[np.uint8], ...] = ()
 
     @classmethod
     def of(cls, tensors: Sequence[NDArray[np.uint8]], numbers: NDArray[np.int64]) -> RawBlocks:
-        """Return rows ``numbers`` (int64, shape (N,)) of every tensor, tensor after tensor.
-
-        Tensors that are not C-contiguous uint8 arrays of one shape (rows, block_bytes), or a number out of range, are a
-        ParamError.
-        """
-        if not tensors:
-            raise ParamError("tensors is empty: must be at least one")
-        for each in tensors:
-            if (
-                each.dtype != np.uint8
-                or each.ndim != 2
-                or not each.flags.c_contiguous
-                or each.shape != tensors[0].shape
-            ):
-                raise ParamError(
-                    f"a tensor is a {each.dtype} array of shape {each.shape}: must be C-contiguous uint8, shape (rows, "
-                    "block_bytes), all of one shape"
-                )
-        rows, block_bytes = tensors[0].shape
-        blocks = cls.elsewhere([each.ctypes.data for each in tensors], rows, block_bytes, numbers)
-        return replace(blocks, owners=tuple(tensors))
+        """Return rows ``numbers`` (int64, shape (N,)) of every tensor (rows, block_bytes), tensor after tensor."""
+        return cls.at([each.ctypes.data for each in tensors], tensors[0].shape[1], numbers)
 
     @classmethod
-    def elsewhere(cls, bases: Sequence[int], rows: int, block_bytes: int, numbers: NDArray[np.int64]) -> RawBlocks:
-        """Return rows ``numbers`` of tensors of ``rows`` blocks at ``bases``. Raises as ``of``."""
-        if numbers.size and not (numbers.min() >= 0 and numbers.max() < rows):
-            raise ParamError(f"numbers are in [{numbers.min()}, {numbers.max()}]: must be in [0, {rows})")
+    def at(cls, bases: Sequence[int], block_bytes: int, numbers: NDArray[np.int64]) -> RawBlocks:
+        """Return rows ``numbers`` of tensors at these addresses, perhaps another process's."""
         offsets = numbers.astype(np.uint64) * np.uint64(block_bytes)
-        starts = np.asarray(bases, np.uint64)
-        return cls((starts[:, None] + offsets).reshape(-1), block_bytes)
+        return cls((np.asarray(bases, np.uint64)[:, None] + offsets).reshape(-1), block_bytes)
 
     def steps(self, count: int) -> list[RawBlocks]:
         """Return ``count`` lists: list ``i`` is block ``i`` of every tensor."""
@@ -92,24 +64,12 @@ class RawBlocks:
         return [replace(self, addresses=each) for each in columns]
 
 
-def _check_same_size(dst: RawBlocks, src: RawBlocks) -> None:
-    if dst.block_bytes != src.block_bytes:
-        raise ParamError(f"dst has blocks of {dst.block_bytes} bytes, src of {src.block_bytes}: must be the same")
-
-
-def _check_writable(blocks: RawBlocks, name: str) -> None:
-    if not all(each.flags.writeable for each in blocks.owners):
-        raise ParamError(f"{name} is read-only: must be writable")
-
-
 def copy_raw(dst: RawBlocks, src: RawBlocks, *, threads: int, streaming: bool = False) -> None:
     """Copy block ``i`` of ``src`` to block ``i`` of ``dst``, which must not overlap, on 1 to 1024 ``threads``.
 
-    ``streaming`` uses the widest streaming (non-temporal) stores and a store fence, not ``memcpy``. Unequal numbers or
-    sizes of blocks, read-only memory, ``threads`` out of range and a lack of streaming stores are a ParamError.
+    ``streaming`` uses the widest streaming (non-temporal) stores and a store fence, not ``memcpy``. Unequal numbers of
+    blocks, ``threads`` out of range and a lack of streaming stores are a ParamError.
     """
-    _check_same_size(dst, src)
-    _check_writable(dst, "dst")
     _limits.limit_memcpy(dst.addresses, src.addresses, dst.block_bytes, threads, streaming)
 
 
@@ -118,9 +78,6 @@ def move_process(near: RawBlocks, far: RawBlocks, pid: int, *, threads: int, wri
 
     A refusal of the kernel is an OSError; ParamError as in ``copy_raw``.
     """
-    _check_same_size(near, far)
-    if not write:
-        _check_writable(near, "near")
     _limits.limit_process(pid, write, near.addresses, far.addresses, near.block_bytes, threads)
 
 
@@ -135,13 +92,9 @@ class Wait(enum.IntEnum):
 def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
     """Send blocks over a blocking socket, or receive into them, at most 1 MiB a system call.
 
-    SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking: a ParamError, as is
-    read-only memory. A connection that breaks (ConnectionResetError if the peer ended it) or times out is an OSError.
+    SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking. A connection that breaks
+    (ConnectionResetError if the peer ended it) or times out is an OSError.
     """
-    if connection.gettimeout() is not None:
-        raise ParamError("connection has a timeout: must be blocking")
-    if not send:
-        _check_writable(blocks, "blocks")
     _limits.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
 
 
@@ -205,7 +158,7 @@ class Cma(Contender):
         self._write = here.op is Op.PUSH
         mine, theirs = (here.src_blocks, here.dst_blocks) if self._write else (here.dst_blocks, here.src_blocks)
         self._near = RawBlocks.of(self._tensors, mine)
-        self._far = RawBlocks.elsewhere(facts["bases"], here.rows, here.block_bytes, theirs)
+        self._far = RawBlocks.at(facts["bases"], here.block_bytes, theirs)
         if here.op is Op.LATENCY:
             self._steps = list(zip(self._near.steps(here.blocks), self._far.steps(here.blocks), strict=True))
         return {"transport": "cma"}
@@ -269,7 +222,7 @@ class TcpRaw(Contender):
             self._steps = RawBlocks.of(tensors, numbers).steps(here.blocks)
         nbytes = tensors[0].size // work.SPREAD
         self._parts = {
-            count: [_slices(tensors, nbytes * n // count, nbytes * (n + 1) // count) for n in range(count)]
+            count: [_part(tensors, nbytes * n // count, nbytes * (n + 1) // count) for n in range(count)]
             for count in self.streams
         }
         self._streams: list[socket.socket] = []
@@ -300,16 +253,14 @@ class TcpRaw(Contender):
             return {"transport": "tcp", "way": "request and answer"}
         times: dict[_Way, float] = {}
         most = max(2, usable_cpus())
-        usable = [way for way in self._ways if way.streams <= most and self._can(way)]
+        ways = [way for way in self._ways if way.streams <= most and self._parts[way.streams][0].block_bytes]
+        usable = [way for way in ways if self._reno or not way.reno]
         for _ in range(_TRIALS):  # in turns, because a machine's speed changes
             for way in usable:
                 self._way = way
                 times[way] = min(self.timed(1)[0], times.get(way, math.inf))
         self._way = min(times, key=times.__getitem__)
         return {"transport": "tcp", "way": str(self._way)}
-
-    def _can(self, way: _Way) -> bool:
-        return (self._reno or not way.reno) and self._parts[way.streams][0].block_bytes > 0
 
     def transfer_one(self, index: int) -> None:
         stream = self._streams[0]
@@ -381,5 +332,5 @@ class TcpRaw(Contender):
             return  # the destination sees it
 
 
-def _slices(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
-    return RawBlocks.of([each.reshape(-1)[begin:end].reshape(1, -1) for each in tensors], np.zeros(1, np.int64))
+def _part(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
+    return RawBlocks(np.array([each.ctypes.data + begin for each in tensors], np.uint64), end - begin)
