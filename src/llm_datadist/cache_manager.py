@@ -16,13 +16,11 @@ from llm_datadist._native.public_call import public_calls
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import (
+    BlocksTransfer,
     EngineUser,
     LayerwiseArguments,
-    PullBlocks,
-    PullRow,
-    PushBlocks,
-    PushRow,
     RowCopy,
+    RowTransfer,
     awaited,
 )
 from llm_datadist._transfer.checksum import digest_blocks
@@ -339,7 +337,9 @@ class CacheManager(EngineUser):
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
         cache_id = calls.local_id(engine, "pull_cache", "cache", cache)
-        self._perform(PullRow(engine, "cache", cache_id, layers, batch_index, size, what="pull_cache", name=name).run)
+        self._perform(
+            RowTransfer(engine, "cache", cache_id, layers, batch_index, size, what="pull_cache", name=name).run
+        )
 
     pull_cache_async = awaited(pull_cache)
 
@@ -385,8 +385,8 @@ class CacheManager(EngineUser):
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
-        given = engine, "dst_cache", cache_id, layers, theirs, targets
-        self._perform(PullBlocks(*given, what="pull_blocks", name=name, grant=grant).run)
+        given = engine, "dst_cache", cache_id, layers, targets, theirs, "dst_blocks"
+        self._perform(BlocksTransfer(*given, what="pull_blocks", name=name, grant=grant).run)
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
@@ -492,7 +492,8 @@ class CacheManager(EngineUser):
         check_rule(size == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
         cache_id = calls.local_id(engine, "push_cache", "src_cache", src_cache)
-        self._perform(PushRow(engine, "src_cache", cache_id, layers, src_batch_index, what="push_cache", name=name).run)
+        given = engine, "src_cache", cache_id, layers, src_batch_index
+        self._perform(RowTransfer(*given, what="push_cache", name=name, push=True, consumes=True).run)
 
     push_cache_async = awaited(push_cache)
 
@@ -526,8 +527,8 @@ class CacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        given = engine, "src_cache", cache_id, layers, sources, targets
-        self._perform(PushBlocks(*given, what="push_blocks", name=name).run)
+        given = engine, "src_cache", cache_id, layers, sources, targets, "src_blocks"
+        self._perform(BlocksTransfer(*given, what="push_blocks", name=name, push=True, consumes=True).run)
 
     push_blocks_async = awaited(push_blocks, "The lists are read at once.")
 

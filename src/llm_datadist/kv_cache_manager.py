@@ -11,7 +11,7 @@ from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import public_calls, whole
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, PullBlocks, PullRow, RowCopy
+from llm_datadist._transfer.calls import BlocksTransfer, EngineUser, LayerwiseArguments, RowCopy, RowTransfer
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
@@ -236,7 +236,7 @@ class KvCacheManager(EngineUser):
         cache_id = calls.local_id(engine, "pull_cache", "kv_cache", cache)
         given = engine, "kv_cache", cache_id, layers, row, nbytes, src_offset, dst_offset
         with v1_codes():
-            PullRow(*given, what="pull_cache", name=name).run(engine.deadline())
+            RowTransfer(*given, what="pull_cache", name=name).run(engine.deadline())
 
     def pull_blocks(
         self,
@@ -268,9 +268,9 @@ class KvCacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)
         cache_id = calls.local_id(engine, "pull_blocks", "decoder_kv_cache", cache)
-        given = engine, "decoder_kv_cache", cache_id, layers, sources, targets, "decoder_blocks"
+        given = engine, "decoder_kv_cache", cache_id, layers, targets, sources, "decoder_blocks"
         with v1_codes():
-            PullBlocks(*given, what="pull_blocks", name=name).run(engine.deadline())
+            BlocksTransfer(*given, what="pull_blocks", name=name).run(engine.deadline())
 
     def transfer_cache_async(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -96,11 +96,10 @@ _LATER: Final[Any] = None  # until the call is under way
 class TransferOp(msgspec.Struct, eq=False, kw_only=True):
     """A pull or push as plain data, from its checked arguments to its report. Threads: one."""
 
-    push: ClassVar[bool] = False
-    consumes: ClassVar[bool] = False  # if complete, a push consumes the key of the remote row (interface R5)
-
     what: str  # name of the call
     name: RemoteName
+    push: bool = False
+    consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
     deadline: Deadline = _LATER
     local: Entry = _LATER  # in local use
     span: Timer = _LATER  # gets the transport's name
