@@ -19,7 +19,6 @@ from llm_datadist._transfer.calls import (
     BlocksTransfer,
     EngineUser,
     LayerwiseArguments,
-    RowCopy,
     RowTransfer,
     awaited,
 )
@@ -255,8 +254,8 @@ class CacheManager(EngineUser):
 
         Source: interface §6.5.
         """
-        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
-        self._perform(calls.copy_cache(self._engine, ARGUMENTS, given, req_id))
+        rows = {"dst": dst, "src": src, "dst_batch_index": dst_batch_index, "src_batch_index": src_batch_index}
+        self._perform(calls.copy_cache(self._engine, ARGUMENTS, req_id, **rows, offset=offset, size=size))
 
     copy_cache_async = awaited(copy_cache)
 

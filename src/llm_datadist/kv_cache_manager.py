@@ -11,7 +11,7 @@ from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import public_calls, whole
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import BlocksTransfer, EngineUser, LayerwiseArguments, RowCopy, RowTransfer
+from llm_datadist._transfer.calls import BlocksTransfer, EngineUser, LayerwiseArguments, RowTransfer
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
@@ -161,9 +161,9 @@ class KvCacheManager(EngineUser):
     ) -> None:
         """Copy a range of a row to the same place of another row, as v2."""
         engine = self._engine
-        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
+        rows = {"dst": dst, "src": src, "dst_batch_index": dst_batch_index, "src_batch_index": src_batch_index}
         with v1_codes():
-            calls.copy_cache(engine, _ARGUMENTS, given, req_id)(engine.deadline())
+            calls.copy_cache(engine, _ARGUMENTS, req_id, **rows, offset=offset, size=size)(engine.deadline())
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order."""

@@ -1,7 +1,4 @@
-"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form.
-
-A call begins a local use of its cache, checks what needs no peer, and moves the bytes.
-"""
+"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
@@ -187,18 +184,10 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         raise
 
 
-class RowCopy(NamedTuple):
-    dst: object
-    src: object
-    dst_batch_index: object
-    src_batch_index: object
-    offset: object
-    size: object
-
-
-def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Work:
+def copy_cache(engine: Engine, rules: Rules, req_id: int | None, **given: object) -> Work:
+    """``given``: the other arguments of :meth:`CacheManager.copy_cache`, in order."""
     with arguments.naming_request(req_id):
-        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
+        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given)
         check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
         check_rule(not dst.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
         arguments.byte_count("size", size)

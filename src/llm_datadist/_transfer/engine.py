@@ -107,7 +107,7 @@ class Engine:
                 undo.callback(self.page.close)
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at, self._link_to)))
+            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at)))
             self.store.freed = self.grants.drop_cache
             self.questions = Questions(access)
             self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
@@ -119,6 +119,7 @@ class Engine:
             self.tasks = Tasks(options.sync_kv_timeout_ms)
             undo.callback(self.tasks.join)
             self.links = self._make_links()
+            self.grants.link_to = self.links.get
             undo.callback(self.links.stop, "finalized")
             self.initiator = Initiator(self.links, self._copy_pool, options.checksum, options.strict_types)
             undo.callback(self.tasks.stop)
@@ -143,9 +144,6 @@ class Engine:
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # finalized, which ends all grants
             self._control.post(self._control.loop.call_at, when, function)
-
-    def _link_to(self, cluster_id: int) -> Link:
-        return self.links.get(cluster_id)
 
     def _make_links(self) -> LinkManager:
         options = self.options

@@ -117,13 +117,12 @@ class Grants:
         store: CacheStore,
         policy: AccessPolicy,
         call_at: Callable[[float, Callable[[], None]], None],
-        link_to: Callable[[int], Link],
     ) -> None:
         self._cluster_id = cluster_id
         self._store = store
         self._policy = policy
         self._call_at = call_at
-        self._link_to = link_to
+        self.link_to: Callable[[int], Link]  # of the links, which are made later
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified after each end
         self._given: dict[bytes, _ActiveGrant] = {}
@@ -153,7 +152,7 @@ class Grants:
             check_rule(peer is not None, "ttl: None, only a grant for a peer ends without a lifetime")
         seconds = math.inf if ttl is None else _check_ttl(ttl)
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
-        link = None if peer is None else self._link_to(check_uint64("peer", peer))
+        link = None if peer is None else self.link_to(check_uint64("peer", peer))
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
