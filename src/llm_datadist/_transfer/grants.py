@@ -165,17 +165,13 @@ class Grants:
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
             try:
                 grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.array, self)
-            except BaseException:
-                self._store.exports.guards.release(guard.slot)
-                raise
-            until = time.monotonic() + seconds
-            given = _ActiveGrant(grant, entry, until, until, on_end=on_end)
-            try:
-                for waiting, answer in self._add(given, link):
+                until = time.monotonic() + seconds
+                for waiting, answer in self._add(_ActiveGrant(grant, entry, until, until, on_end=on_end), link):
                     waiting.tell(answer)
             except BaseException:
-                given.on_end = None  # the caller gets no grant
-                if self._given.get(token) is given:  # cut off, as by a lack of memory
+                added = self._given.get(token)
+                if added is not None and added.grant.guard == key:  # cut off, as by a lack of memory
+                    added.on_end = None  # the caller gets no grant
                     self._end(_REVOKED, [token])
                 else:
                     self._store.exports.guards.release(guard.slot)
