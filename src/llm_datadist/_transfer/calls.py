@@ -133,7 +133,7 @@ def blocks_cache_id(engine: Engine, call: str, name: str, cache: object, other: 
     """Return the cache id of a handle as :func:`local_id`; ParamError, with the ``other`` call, if it has rows."""
     if not isinstance(cache, Cache):
         raise type_error(name, cache, Cache)
-    if not cache._is_blocks:  # noqa: SLF001 (as in local_id)
+    if not cache._is_blocks_cache:  # noqa: SLF001 (as in local_id)
         raise ParamError(f"{name}: not a blocks cache; use {other}")
     return local_id(engine, call, name, cache)
 
@@ -141,7 +141,7 @@ def blocks_cache_id(engine: Engine, call: str, name: str, cache: object, other: 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
     """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
     # The fields of a handle that this module has made: small transfers are frequent, and a property would be a call.
-    granter, cache_id = cache._granter, cache._id  # noqa: SLF001
+    granter, cache_id = cache._granter, cache._cache_id  # noqa: SLF001
     if granter is None or granter is engine.grants:
         return cache_id
     raise CacheError(
