@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._native import CopyPool, Plan, Timer, WriteIntent
+    from llm_datadist._native import CopyPool, Plan, Timer
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
@@ -204,7 +204,11 @@ class Initiator:
     def _announced(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
         """:meth:`_attempt` after an announcement: the owner waits for announced copies only."""
         try:
-            with _announce(link, op, remote) or nullcontext():
+            intent = remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
+        except LinkError as error:
+            raise link.lost_error(op.what, "copy") from error
+        try:
+            with intent or nullcontext():
                 return self._attempt(link, op, remote)
         except AnnouncementRefused as error:
             raise link.lost_error(op.what, "copy") from error
@@ -371,13 +375,6 @@ def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
         return link.ping()
 
     return recovery.give_up_writes(tell)
-
-
-def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:
-    try:
-        return remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
-    except LinkError as error:
-        raise link.lost_error(op.what, "copy") from error
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:
