@@ -274,14 +274,12 @@ class CacheManager(EngineUser):
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
-        At most four threads copy, without a time limit; if the device needs staging, one more empties its buffers. The
-        first swap-in then takes four device buffers of one block (interface R10), and no signal handler runs meanwhile.
+        At most four threads copy, without a time limit (interface R10).
 
         Raises:
             ParamError: Not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, a zero or unmapped address,
                 overlapping tensors, a deallocated cache.
-            OutOfMemory: No device memory for the staging buffers.
-            StateError: Called inside another call of this thread, as by the device, while a swap with staging runs.
+            OutOfMemory: The device has none left.
 
         Source: interface §6.9.
         """
