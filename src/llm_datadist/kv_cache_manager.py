@@ -160,16 +160,14 @@ class KvCacheManager(EngineUser):
         req_id: int | None = None,
     ) -> None:
         """Copy a range of a row to the same place of another row, as v2."""
-        engine = self._engine
         rows = {"dst": dst, "src": src, "dst_batch_index": dst_batch_index, "src_batch_index": src_batch_index}
         with v1_codes():
-            calls.copy_cache(engine, _ARGUMENTS, req_id, **rows, offset=offset, size=size)(engine.deadline())
+            self._perform(calls.copy_cache(self._engine, _ARGUMENTS, req_id, **rows, offset=offset, size=size))
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order."""
-        engine = self._engine
         with v1_codes():
-            calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(engine.deadline())
+            self._perform(calls.copy_blocks(self._engine, _ARGUMENTS, cache, copy_block_info))
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
