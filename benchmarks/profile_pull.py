@@ -25,7 +25,7 @@ from llm_datadist import BlocksCacheKey, CacheDesc, DataType
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments
-from llm_datadist._transfer.calls import PullBlocks, _Awaiting
+from llm_datadist._transfer.calls import BlocksTransfer, _Awaiting
 from llm_datadist._transport.samehost.cma import CmaConnection
 from llm_datadist.cache_manager import CacheManager
 
@@ -97,8 +97,8 @@ def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
     copy = connection._memory.read if isinstance(connection, CmaConnection) else execute
 
     def move() -> None:
-        given = engine, "dst_cache", cache.cache_id, layers, of, to
-        PullBlocks(*given, what="pull_blocks", name=name).run(deadline)
+        given = engine, "dst_cache", cache.cache_id, layers, to, of, "dst_blocks"
+        BlocksTransfer(*given, what="pull_blocks", name=name).run(deadline)
 
     check = _Awaiting(engine)
 

@@ -76,11 +76,6 @@ def _parse_bytes(name: str, text: str) -> int:
     return int(text)
 
 
-def _parse_transport(name: str, text: str) -> str:
-    check_rule(text in ("", *TRANSPORTS), f"{name}: {text!r} is unknown, known: {', '.join(TRANSPORTS)}")
-    return text or "auto"
-
-
 def _parse_users(name: str, text: str) -> frozenset[int]:
     def user_id(user: str) -> int:
         if is_digits(user) and int(user) < UINT32_MAX:
@@ -182,10 +177,11 @@ def check_buf_pool(name: str, text: str) -> None:
         previous = largest
 
 
-def _one_of(*words: str) -> Kind[str]:
+def _one_of(*words: str, empty: str = "") -> Kind[str]:
     def parse(name: str, text: str) -> str:
-        check_rule(text in words, f"{name}: {text!r} is unknown, known: {', '.join(words)}")
-        return text
+        found = text or empty
+        check_rule(found in words, f"{name}: {text!r} is unknown, known: {', '.join(words)}")
+        return found
 
     return ", ".join(words), parse
 
@@ -206,7 +202,7 @@ FILE: Final = _path("a file", "names no file, leave it out")
 DIRECTORY: Final = _path("a directory", "names no folder, leave it out for abstract sockets")
 DEVICE_MEMORY: Final = _one_of("host", "cuda")
 DEVICE_MOVER: Final = _one_of("auto", "kernel", "copy")
-TRANSPORT: Final[Kind[str]] = ", ".join(TRANSPORTS), _parse_transport
+TRANSPORT: Final = _one_of(*TRANSPORTS, empty="auto")
 USERS: Final[Kind[frozenset[int]]] = "user ids or names, comma-separated", _parse_users
 POLICY: Final[Kind[PeerPolicy]] = "JSON, or a file that holds it", PeerPolicy.parse
 POOL: Final = "JSON: memory_size, page_shift, huge_pages", PoolOptions.parse

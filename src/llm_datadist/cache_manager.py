@@ -16,13 +16,10 @@ from llm_datadist._native.public_call import public_calls
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import (
+    BlocksTransfer,
     EngineUser,
     LayerwiseArguments,
-    PullBlocks,
-    PullRow,
-    PushBlocks,
-    PushRow,
-    RowCopy,
+    RowTransfer,
     awaited,
 )
 from llm_datadist._transfer.checksum import digest_blocks
@@ -257,8 +254,8 @@ class CacheManager(EngineUser):
 
         Source: interface §6.5.
         """
-        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
-        self._perform(calls.copy_cache(self._engine, ARGUMENTS, given, req_id))
+        rows = {"dst": dst, "src": src, "dst_batch_index": dst_batch_index, "src_batch_index": src_batch_index}
+        self._perform(calls.copy_cache(self._engine, ARGUMENTS, req_id, **rows, offset=offset, size=size))
 
     copy_cache_async = awaited(copy_cache)
 
@@ -277,14 +274,12 @@ class CacheManager(EngineUser):
     def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
-        At most four threads copy, without a time limit; if the device needs staging, one more empties its buffers. The
-        first swap-in then takes four device buffers of one block (interface R10), and no signal handler runs meanwhile.
+        At most four threads copy, without a time limit (interface R10).
 
         Raises:
             ParamError: Not one HOST and one DEVICE, unequal block sizes or ``num_tensors``, a zero or unmapped address,
                 overlapping tensors, a deallocated cache.
-            OutOfMemory: No device memory for the staging buffers.
-            StateError: Called inside another call of this thread, as by the device, while a swap with staging runs.
+            OutOfMemory: The device has none left.
 
         Source: interface §6.9.
         """
@@ -339,7 +334,9 @@ class CacheManager(EngineUser):
         arguments.check_single_id(cache_key)
         name = arguments.remote_name(cache_key, engine.cluster_id)
         cache_id = calls.local_id(engine, "pull_cache", "cache", cache)
-        self._perform(PullRow(engine, "cache", cache_id, layers, batch_index, size, what="pull_cache", name=name).run)
+        self._perform(
+            RowTransfer(engine, "cache", cache_id, layers, batch_index, size, what="pull_cache", name=name).run
+        )
 
     pull_cache_async = awaited(pull_cache)
 
@@ -385,8 +382,8 @@ class CacheManager(EngineUser):
         if grant is not None:
             arguments.check_grant(grant, src_cache_key, sources)
         name = arguments.remote_name(src_cache_key, engine.cluster_id)
-        given = engine, "dst_cache", cache_id, layers, theirs, targets
-        self._perform(PullBlocks(*given, what="pull_blocks", name=name, grant=grant).run)
+        given = engine, "dst_cache", cache_id, layers, targets, theirs, "dst_blocks"
+        self._perform(BlocksTransfer(*given, what="pull_blocks", name=name, grant=grant).run)
 
     pull_blocks_async = awaited(pull_blocks, "The lists are read at once.")
 
@@ -492,7 +489,8 @@ class CacheManager(EngineUser):
         check_rule(size == -1, f"size={size}: only -1 (the whole row) can be pushed")
         name = arguments.remote_name(dst_cache_key, None)
         cache_id = calls.local_id(engine, "push_cache", "src_cache", src_cache)
-        self._perform(PushRow(engine, "src_cache", cache_id, layers, src_batch_index, what="push_cache", name=name).run)
+        given = engine, "src_cache", cache_id, layers, src_batch_index
+        self._perform(RowTransfer(*given, what="push_cache", name=name, push=True, consumes=True).run)
 
     push_cache_async = awaited(push_cache)
 
@@ -526,8 +524,8 @@ class CacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer, empty_ok=False)
         arguments.check_push_blocks(dst_cache_key, sources, targets)
         name = arguments.remote_name(dst_cache_key, None)
-        given = engine, "src_cache", cache_id, layers, sources, targets
-        self._perform(PushBlocks(*given, what="push_blocks", name=name).run)
+        given = engine, "src_cache", cache_id, layers, sources, targets, "src_blocks"
+        self._perform(BlocksTransfer(*given, what="push_blocks", name=name, push=True, consumes=True).run)
 
     push_blocks_async = awaited(push_blocks, "The lists are read at once.")
 

@@ -297,9 +297,6 @@ class LLMDataDist:
         Source: interface §3.5, B2.3.
         """
         require_outermost("unlink")
-        self._unlink(comm_id)
-
-    def _unlink(self, comm_id: int) -> None:
         engine = self._communicating("unlink")
         number = check_uint64("comm_id", comm_id)
         with engine.meters.call("unlink"):

@@ -11,7 +11,7 @@ from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import public_calls, whole
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
-from llm_datadist._transfer.calls import EngineUser, LayerwiseArguments, PullBlocks, PullRow, RowCopy
+from llm_datadist._transfer.calls import BlocksTransfer, EngineUser, LayerwiseArguments, RowTransfer
 from llm_datadist._transfer.v1 import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
@@ -160,16 +160,14 @@ class KvCacheManager(EngineUser):
         req_id: int | None = None,
     ) -> None:
         """Copy a range of a row to the same place of another row, as v2."""
-        engine = self._engine
-        given = RowCopy(dst, src, dst_batch_index, src_batch_index, offset, size)
+        rows = {"dst": dst, "src": src, "dst_batch_index": dst_batch_index, "src_batch_index": src_batch_index}
         with v1_codes():
-            calls.copy_cache(engine, _ARGUMENTS, given, req_id)(engine.deadline())
+            self._perform(calls.copy_cache(self._engine, _ARGUMENTS, req_id, **rows, offset=offset, size=size))
 
     def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
         """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order."""
-        engine = self._engine
         with v1_codes():
-            calls.copy_blocks(engine, _ARGUMENTS, cache, copy_block_info)(engine.deadline())
+            self._perform(calls.copy_blocks(self._engine, _ARGUMENTS, cache, copy_block_info))
 
     def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
         """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
@@ -236,7 +234,7 @@ class KvCacheManager(EngineUser):
         cache_id = calls.local_id(engine, "pull_cache", "kv_cache", cache)
         given = engine, "kv_cache", cache_id, layers, row, nbytes, src_offset, dst_offset
         with v1_codes():
-            PullRow(*given, what="pull_cache", name=name).run(engine.deadline())
+            RowTransfer(*given, what="pull_cache", name=name).run(engine.deadline())
 
     def pull_blocks(
         self,
@@ -268,9 +266,9 @@ class KvCacheManager(EngineUser):
         layers = layer_selection(src_layer_range, dst_layer_range, tensor_num_per_layer)
         name = arguments.remote_name(prompt_cache_key, None)
         cache_id = calls.local_id(engine, "pull_blocks", "decoder_kv_cache", cache)
-        given = engine, "decoder_kv_cache", cache_id, layers, sources, targets, "decoder_blocks"
+        given = engine, "decoder_kv_cache", cache_id, layers, targets, sources, "decoder_blocks"
         with v1_codes():
-            PullBlocks(*given, what="pull_blocks", name=name).run(engine.deadline())
+            BlocksTransfer(*given, what="pull_blocks", name=name).run(engine.deadline())
 
     def transfer_cache_async(
         self,

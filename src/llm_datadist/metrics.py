@@ -158,7 +158,7 @@ class GrantStatistics:
 
 @dataclass(frozen=True, slots=True)
 class SwapStatistics:
-    """Worker threads of ``swap_blocks`` and bytes of its staging buffers (interface R10)."""
+    """Worker threads of ``swap_blocks``, and bytes of its staging buffers: 0 (interface R10)."""
 
     workers: int
     staging_bytes: int

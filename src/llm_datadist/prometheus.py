@@ -121,14 +121,15 @@ def register(datadist: LLMDataDist, registry: CollectorRegistry = REGISTRY) -> S
         return collector
 
 
-def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
-    def family(kind: Kind, name: str, text: str, labels: list[str], samples: Samples) -> Metric:
-        made = kind(_PREFIX + name, text, labels=["cluster", *labels])
-        for values, number in samples:
-            made.add_metric([cluster, *values], number)
-        return made
+def _family(kind: Kind, cluster: str, name: str, text: str, labels: list[str], samples: Samples) -> Metric:
+    made = kind(_PREFIX + name, text, labels=["cluster", *labels])
+    for values, number in samples:
+        made.add_metric([cluster, *values], number)
+    return made
 
-    counter, gauge = partial(family, CounterMetricFamily), partial(family, GaugeMetricFamily)
+
+def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
+    counter, gauge = partial(_family, CounterMetricFamily, cluster), partial(_family, GaugeMetricFamily, cluster)
     for name, text, field in _OPERATION_COUNTERS:
         yield counter(name, text, ["operation"], [([each.name], getattr(each, field)) for each in now.operations])
     yield _durations(now, cluster)

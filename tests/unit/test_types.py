@@ -172,7 +172,7 @@ def test_cache_tells_what_it_is_keeps_its_memory_until_it_is_emptied_and_has_fie
     cache._empty()
     assert repr(cache) == "<Cache 3: blocks, 2 x [4, 8] DT_FLOAT16 on HOST, deallocated>"
     with pytest.raises(AttributeError):
-        cache.cache_id = 4  # type: ignore[misc]
+        cache.cache_id = 4
 
 
 def test_r01_mem_info_checks_types_only() -> None:

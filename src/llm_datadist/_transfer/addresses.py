@@ -9,6 +9,7 @@ absolute addresses, or none if the owner moves the bytes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -56,22 +57,18 @@ def locate(
     found, allocated = [], False
     with links.operation(cluster_id) as link:
         for start in range(0, len(addresses), MAX_LOCATE):
-            part = addresses[start : start + MAX_LOCATE]
-            answer = _ask(link, part, nbytes, deadline, what)
+            part = np.array(addresses[start : start + MAX_LOCATE], "<u8")
+            asking = f"{what}: locating {len(part)} addresses"
+            try:
+                build = partial(Locate, addresses=part.tobytes(), nbytes=nbytes)
+                answer = link.request(build, deadline, asking, "locate")
+            except RemoteFailure as failure:
+                raise failure.typed(what) from failure
+            if not isinstance(answer, Located):
+                raise ProtocolError(f"{what}: {link.peer} answered a Locate with {type(answer).__name__}")
             found += offsets_in(answer, len(part), f"{what}: {link.peer}")
             allocated |= answer.allocated
     return Locations(found, allocated)
-
-
-def _ask(link: Link, addresses: Sequence[int], nbytes: int, deadline: Deadline, what: str) -> Located:
-    named, asking = np.array(addresses, dtype="<u8").tobytes(), f"{what}: locating {len(addresses)} addresses"
-    try:
-        answer = link.request(lambda number: Locate(number, named, nbytes), deadline, asking, "locate")
-    except RemoteFailure as failure:
-        raise failure.typed(what) from failure
-    if not isinstance(answer, Located):
-        raise ProtocolError(f"{what}: {link.peer} answered a Locate with {type(answer).__name__}")
-    return answer
 
 
 def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:

@@ -1,7 +1,4 @@
-"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form.
-
-A call begins a local use of its cache, checks what needs no peer, and moves the bytes.
-"""
+"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
@@ -136,7 +133,7 @@ def blocks_cache_id(engine: Engine, call: str, name: str, cache: object, other: 
     """Return the cache id of a handle as :func:`local_id`; ParamError, with the ``other`` call, if it has rows."""
     if not isinstance(cache, Cache):
         raise type_error(name, cache, Cache)
-    if not cache._is_blocks:  # noqa: SLF001 (as in local_id)
+    if not cache._is_blocks_cache:  # noqa: SLF001 (as in local_id)
         raise ParamError(f"{name}: not a blocks cache; use {other}")
     return local_id(engine, call, name, cache)
 
@@ -144,7 +141,7 @@ def blocks_cache_id(engine: Engine, call: str, name: str, cache: object, other: 
 def local_id(engine: Engine, call: str, name: str, cache: Cache) -> int:
     """Return the cache id of a handle; CacheError if it is of another LLMDataDist or ``init``."""
     # The fields of a handle that this module has made: small transfers are frequent, and a property would be a call.
-    granter, cache_id = cache._granter, cache._id  # noqa: SLF001
+    granter, cache_id = cache._granter, cache._cache_id  # noqa: SLF001
     if granter is None or granter is engine.grants:
         return cache_id
     raise CacheError(
@@ -187,18 +184,10 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         raise
 
 
-class RowCopy(NamedTuple):
-    dst: object
-    src: object
-    dst_batch_index: object
-    src_batch_index: object
-    offset: object
-    size: object
-
-
-def copy_cache(engine: Engine, rules: Rules, given: RowCopy, req_id: int | None) -> Work:
+def copy_cache(engine: Engine, rules: Rules, req_id: int | None, **given: object) -> Work:
+    """``given``: the other arguments of :meth:`CacheManager.copy_cache`, in order."""
     with arguments.naming_request(req_id):
-        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given._asdict())
+        dst, src, dst_row, src_row, offset, size = arguments.check(rules, **given)
         check_rule(not src.is_blocks_cache, "src: a blocks cache; use copy_blocks")
         check_rule(not dst.is_blocks_cache, "dst: a blocks cache; use copy_blocks")
         arguments.byte_count("size", size)
@@ -241,7 +230,10 @@ def swap_blocks(engine: Engine, src: Cache, dst: Cache, pairs: Pairs, names: tup
 
 
 class CacheTransfer(TransferOp):
-    """Pull or push of a public call, between a local and a remote cache; as text, the local one in errors."""
+    """Pull or push of a public call, between a local and a remote cache; as text, the local one in errors.
+
+    :meth:`run` begins a local use, checks what needs no peer, and moves the bytes.
+    """
 
     engine: Engine
     argument: str  # the caller's, for the local cache
@@ -251,115 +243,70 @@ class CacheTransfer(TransferOp):
     def __str__(self) -> str:
         return f"{self.what}: {self.argument}"
 
-    def run(self, deadline: Deadline) -> None:
-        """Begin a local use, check what needs no peer, and move the bytes."""
-        raise NotImplementedError
+    def check_layers(self, local: Geometry) -> None:
+        self.layers.check_local("src_layer_range" if self.push else "dst_layer_range", local.num_tensors)
 
 
-class PullRow(CacheTransfer):
-    """Pull of ``size`` bytes per tensor (-1: the rest) into ``row``; offsets are bytes into a row."""
+class RowTransfer(CacheTransfer):
+    """Pull of ``size`` bytes per tensor (-1: the rest) into ``row``, or push of the whole row; offsets are in bytes."""
 
     row: int
-    size: int
+    size: int = -1
     src_offset: int = 0
     dst_offset: int = 0
 
     def run(self, deadline: Deadline) -> None:
         engine, self.deadline = self.engine, deadline
+        args = (self.cache_id, self.row, self.name) if self.push else (self.name, self.cache_id, self.row)
         with (
-            engine.meters.span(self.what, "%s -> %d[%d]", self.name, self.cache_id, self.row) as self.span,
+            engine.meters.span(self.what, "%d[%d] -> %s" if self.push else "%s -> %d[%d]", *args) as self.span,
             engine.store.using(self.cache_id, self) as self.local,
         ):
-            dst = self.local.geometry
-            dst.require_row("batch_index", self.row)
-            arguments.check_size(self.size, dst, self.dst_offset)
-            self.layers.check_local("dst_layer_range", dst.num_tensors)
+            local = self.local.geometry
+            local.require_row("src_batch_index" if self.push else "batch_index", self.row)
+            arguments.check_size(self.size, local, self.dst_offset)
+            self.check_layers(local)
             self.span.nbytes = engine.initiator.run(self)
 
     def plan(self, pair: CachePair) -> Plan:
-        src, dst = RowRange(pair.row, self.src_offset), RowRange(self.row, self.dst_offset)
-        return geometry.plan_row(pair.remote, self.local.geometry, src, dst, size=self.size, layers=self.layers)
+        here = self.local.geometry
+        ours, theirs = RowRange(self.row, self.dst_offset), RowRange(pair.row, self.src_offset)
+        if self.push:
+            return geometry.plan_row(here, pair.remote, ours, theirs, size=here.stride, layers=self.layers)
+        return geometry.plan_row(pair.remote, here, theirs, ours, size=self.size, layers=self.layers)
 
 
-class PullBlocks(CacheTransfer):
-    """Pull of remote ``src_blocks[i]`` into ``dst_blocks[i]``, in list order (interface R26).
+class BlocksTransfer(CacheTransfer):
+    """Pull of remote blocks ``theirs[i]`` into ``ours[i]``, or push the other way, in list order (interface R26).
 
-    Without ``src_blocks`` piece i of the remote row goes there. Errors call ``dst_blocks`` by ``blocks_name``.
+    Without ``theirs`` piece i of the remote row goes into ``ours[i]``. Errors call ``ours`` by ``blocks_name``.
     """
 
-    src_blocks: BlockList | None
-    dst_blocks: BlockList
-    blocks_name: str = "dst_blocks"
+    ours: BlockList
+    theirs: BlockList | None
+    blocks_name: str
 
     def run(self, deadline: Deadline) -> None:
-        engine, blocks, self.deadline = self.engine, self.dst_blocks, deadline
-        detail = "%s -> %d, %d blocks"
+        engine, ours, name, self.deadline = self.engine, self.ours, self.name, deadline
+        src, dst = (self.cache_id, name) if self.push else (name, self.cache_id)
         with (
-            engine.meters.span(self.what, detail, self.name, self.cache_id, blocks=len(blocks)) as self.span,
+            engine.meters.span(self.what, "%s -> %s, %d blocks", src, dst, blocks=len(ours)) as self.span,
             engine.store.using(self.cache_id, self) as self.local,
         ):
-            dst, layers = self.local.geometry, self.layers
-            if blocks.largest >= dst.rows:
-                raise arguments.outside(self.blocks_name, blocks, dst)
+            local, layers = self.local.geometry, self.layers
+            if ours.largest >= local.rows:
+                raise arguments.outside(self.blocks_name, ours, local)
             if layers.src is not None or layers.dst is not None:
-                layers.check_local("dst_layer_range", dst.num_tensors)
+                self.check_layers(local)
             self.span.nbytes = engine.initiator.run(self)
 
     def plan(self, pair: CachePair) -> Plan:
-        src, dst, layers = pair.remote, self.local.geometry, self.layers
-        if self.src_blocks is None:
-            return geometry.plan_pieces(src, dst, src_row=pair.row, dst_blocks=self.dst_blocks, layers=layers)
-        return pair.block_planner(src, dst, layers).plan(self.dst_blocks, self.src_blocks)
-
-
-class PushRow(CacheTransfer):
-    """Push of a whole row."""
-
-    push = consumes = True
-
-    row: int
-
-    def run(self, deadline: Deadline) -> None:
-        engine, self.deadline = self.engine, deadline
-        with (
-            engine.meters.span(self.what, "%d[%d] -> %s", self.cache_id, self.row, self.name) as self.span,
-            engine.store.using(self.cache_id, self) as self.local,
-        ):
-            src = self.local.geometry
-            src.require_row("src_batch_index", self.row)
-            self.layers.check_local("src_layer_range", src.num_tensors)
-            self.span.nbytes = engine.initiator.run(self)
-
-    def plan(self, pair: CachePair) -> Plan:
-        src, ends = self.local.geometry, (RowRange(self.row), RowRange(pair.row))
-        return geometry.plan_row(src, pair.remote, *ends, size=src.stride, layers=self.layers)
-
-
-class PushBlocks(CacheTransfer):
-    """Push of ``src_blocks[i]`` into remote ``dst_blocks[i]``, in list order (interface R26)."""
-
-    push = consumes = True
-
-    src_blocks: BlockList
-    dst_blocks: BlockList
-
-    def run(self, deadline: Deadline) -> None:
-        engine, blocks, self.deadline = self.engine, self.src_blocks, deadline
-        detail = "%d -> %s, %d blocks"
-        with (
-            engine.meters.span(self.what, detail, self.cache_id, self.name, blocks=len(blocks)) as self.span,
-            engine.store.using(self.cache_id, self) as self.local,
-        ):
-            src, layers = self.local.geometry, self.layers
-            if blocks.largest >= src.rows:
-                raise arguments.outside("src_blocks", blocks, src)
-            if layers.src is not None or layers.dst is not None:
-                layers.check_local("src_layer_range", src.num_tensors)
-            self.span.nbytes = engine.initiator.run(self)
-
-    def plan(self, pair: CachePair) -> Plan:
-        planner = pair.block_planner(self.local.geometry, pair.remote, self.layers)
-        return planner.plan(self.dst_blocks, self.src_blocks)
+        here, there, theirs, layers = self.local.geometry, pair.remote, self.theirs, self.layers
+        if theirs is None:
+            return geometry.plan_pieces(there, here, src_row=pair.row, dst_blocks=self.ours, layers=layers)
+        if self.push:
+            return pair.block_planner(here, there, layers).plan(theirs, self.ours)
+        return pair.block_planner(there, here, layers).plan(self.ours, theirs)
 
 
 class LayerwiseArguments:

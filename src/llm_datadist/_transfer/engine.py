@@ -79,7 +79,11 @@ class Engine:
         self.alive = True
         try:
             with typed_memory_error("init"):
-                self._build(_device_of(options, device))
+                found = _device_of(options, device)
+                if options.listen is not None:
+                    options.check_reach(LISTEN, options.listen[0])
+                self._credentials = None if options.credentials is None else Credentials(options.credentials)
+                self._build(found)
         except LLMException:
             raise
         except (OSError, RuntimeError) as error:  # mostly no descriptors or threads left
@@ -88,26 +92,21 @@ class Engine:
     def _build(self, device: Device) -> None:
         """Build the parts, with their ends on the stack that :meth:`close` unwinds."""
         options = self.options
-        incarnation = secrets.token_bytes(16)
-        if options.listen is not None:
-            options.check_reach(LISTEN, options.listen[0])
-        self._credentials = None if options.credentials is None else Credentials(options.credentials)
         with ExitStack() as undo:
             own = undo.enter_context
             # The port before the parts, because it may be busy.
             listening = None if options.listen is None else own(closing(bind(options.listen)))
-            self.store = own(closing(CacheStore(options, device, HostDevice(), incarnation)))
+            self.store = own(closing(CacheStore(options, device, HostDevice(), secrets.token_bytes(16))))
             threads = options.copy_threads or _native.usable_cpus()
             self._copy_pool = own(closing(_native.CopyPool(threads))) if threads > 1 else None
             self._access = access = AccessPolicy(self.store, options.peer_policy)
             self.swap = own(closing(SwapEngine()))
             self.local = LocalCopies(self.store, self.swap, self._copy_pool)
-            self.page = StatisticsPage(self.cluster_id, self._published) if options.statistics_page else None
-            if self.page is not None:
-                undo.callback(self.page.close)
+            publishes = options.statistics_page
+            self.page = own(closing(StatisticsPage(self.cluster_id, self._published))) if publishes else None
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at, self._link_to)))
+            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at)))
             self.store.freed = self.grants.drop_cache
             self.questions = Questions(access)
             self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
@@ -119,6 +118,7 @@ class Engine:
             self.tasks = Tasks(options.sync_kv_timeout_ms)
             undo.callback(self.tasks.join)
             self.links = self._make_links()
+            self.grants.link_to = self.links.get
             undo.callback(self.links.stop, "finalized")
             self.initiator = Initiator(self.links, self._copy_pool, options.checksum, options.strict_types)
             undo.callback(self.tasks.stop)
@@ -143,9 +143,6 @@ class Engine:
     def _call_at(self, when: float, function: Callable[[], None]) -> None:
         with suppress(StateError):  # finalized, which ends all grants
             self._control.post(self._control.loop.call_at, when, function)
-
-    def _link_to(self, cluster_id: int) -> Link:
-        return self.links.get(cluster_id)
 
     def _make_links(self) -> LinkManager:
         options = self.options

@@ -117,13 +117,12 @@ class Grants:
         store: CacheStore,
         policy: AccessPolicy,
         call_at: Callable[[float, Callable[[], None]], None],
-        link_to: Callable[[int], Link],
     ) -> None:
         self._cluster_id = cluster_id
         self._store = store
         self._policy = policy
         self._call_at = call_at
-        self._link_to = link_to
+        self.link_to: Callable[[int], Link]  # of the links, which are made later
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified after each end
         self._given: dict[bytes, _ActiveGrant] = {}
@@ -153,7 +152,7 @@ class Grants:
             check_rule(peer is not None, "ttl: None, only a grant for a peer ends without a lifetime")
         seconds = math.inf if ttl is None else _check_ttl(ttl)
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
-        link = None if peer is None else self._link_to(check_uint64("peer", peer))
+        link = None if peer is None else self.link_to(check_uint64("peer", peer))
         with self._store.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
@@ -166,17 +165,13 @@ class Grants:
             incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
             try:
                 grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.array, self)
-            except BaseException:
-                self._store.exports.guards.release(guard.slot)
-                raise
-            until = time.monotonic() + seconds
-            given = _ActiveGrant(grant, entry, until, until, on_end=on_end)
-            try:
-                for waiting, answer in self._add(given, link):
+                until = time.monotonic() + seconds
+                for waiting, answer in self._add(_ActiveGrant(grant, entry, until, until, on_end=on_end), link):
                     waiting.tell(answer)
             except BaseException:
-                given.on_end = None  # the caller gets no grant
-                if self._given.get(token) is given:  # cut off, as by a lack of memory
+                added = self._given.get(token)
+                if added is not None and added.grant.guard == key:  # cut off, as by a lack of memory
+                    added.on_end = None  # the caller gets no grant
                     self._end(_REVOKED, [token])
                 else:
                     self._store.exports.guards.release(guard.slot)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
-    from llm_datadist._native import CopyPool, Plan, Timer, WriteIntent
+    from llm_datadist._native import CopyPool, Plan, Timer
     from llm_datadist._transfer.resolution import RemoteName
     from llm_datadist._transport.connection import Recovery
     from llm_datadist.types.grant import Grant
@@ -96,11 +96,10 @@ _LATER: Final[Any] = None  # until the call is under way
 class TransferOp(msgspec.Struct, eq=False, kw_only=True):
     """A pull or push as plain data, from its checked arguments to its report. Threads: one."""
 
-    push: ClassVar[bool] = False
-    consumes: ClassVar[bool] = False  # if complete, a push consumes the key of the remote row (interface R5)
-
     what: str  # name of the call
     name: RemoteName
+    push: bool = False
+    consumes: bool = False  # if complete, a push consumes the key of the remote row (interface R5)
     deadline: Deadline = _LATER
     local: Entry = _LATER  # in local use
     span: Timer = _LATER  # gets the transport's name
@@ -205,7 +204,11 @@ class Initiator:
     def _announced(self, link: Link, op: TransferOp, remote: Resolution) -> Plan | None:
         """:meth:`_attempt` after an announcement: the owner waits for announced copies only."""
         try:
-            with _announce(link, op, remote) or nullcontext():
+            intent = remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
+        except LinkError as error:
+            raise link.lost_error(op.what, "copy") from error
+        try:
+            with intent or nullcontext():
                 return self._attempt(link, op, remote)
         except AnnouncementRefused as error:
             raise link.lost_error(op.what, "copy") from error
@@ -372,13 +375,6 @@ def _give_up_writes(link: Link, recovery: Recovery) -> tuple[int, int]:
         return link.ping()
 
     return recovery.give_up_writes(tell)
-
-
-def _announce(link: Link, op: TransferOp, remote: Resolution) -> WriteIntent | None:
-    try:
-        return remote.tensors.connection.announce(remote.guards[0].slot, op.deadline, write=op.push)
-    except LinkError as error:
-        raise link.lost_error(op.what, "copy") from error
 
 
 def _current(link: Link, op: TransferOp, remote: Resolution) -> bool:

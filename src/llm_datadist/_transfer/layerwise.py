@@ -18,7 +18,7 @@ from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._native.public_call import OfProcess, do_what_was_put_off, public_call, public_calls
-from llm_datadist._transfer.addresses import locate
+from llm_datadist._transfer.addresses import RemoteOffset, locate
 from llm_datadist._transfer.initiator import PushDestination, TransferOp
 from llm_datadist._transfer.meters import Uncounted
 from llm_datadist._transfer.resolution import RemoteName
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llm_datadist._cache.geometry import CachePair, LayerPlan
     from llm_datadist._cache.registry import Entry
     from llm_datadist._native import Plan, Timer
-    from llm_datadist._transfer.addresses import Locations, RemoteOffset
+    from llm_datadist._transfer.addresses import Locations
     from llm_datadist._transfer.initiator import Initiator
     from llm_datadist._transfer.meters import Meters
     from llm_datadist.types.layerwise import LayerSynchronizer
@@ -363,47 +363,36 @@ class Delivery:
         raise NotImplementedError
 
     def push(self, part: LayerPush, deadline: Deadline, span: Timer) -> int:
-        """Push a part, without consuming a key."""
         part.local, part.deadline, part.span, part.destination = self.entry, deadline, span, self.destination
         return self.initiator.run(part)
 
 
 class LayerPush(TransferOp):
-    """Push of one part of a layer; it consumes no key."""
+    """Push of ``count`` tensors into those from ``target`` on; it consumes no key.
 
-    push = True
+    They go to byte ``offset`` of a located cache; if that is None, where the key names a row, or into blocks.
+    """
 
     cut: LayerPlan
     tensor: int  # first one, of the source
-
-
-class PushToLayer(LayerPush):
-    """Push of a layer into layer ``target`` of a cache."""
-
     target: int
+    count: int = TENSORS_PER_LAYER
+    offset: int | None = None
 
     def plan(self, pair: CachePair) -> Plan:
-        dst, first = pair.remote, self.target * TENSORS_PER_LAYER
-        if first + TENSORS_PER_LAYER > dst.num_tensors:
+        dst, offset, count = pair.remote, self.offset, self.count
+        fits = self.target + count <= dst.num_tensors
+        if offset is not None and (not fits or offset + self.cut.extent > dst.tensor_bytes):
+            at = RemoteOffset(self.name.cache_id, self.target, offset)
+            raise ProtocolError(f"{_WHAT}: {self.name} does not have what it was located at: {at}")
+        if not fits:
             raise ParamError(
-                f"dst_layer_range: layer {self.target}, the destination has {dst.num_tensors // TENSORS_PER_LAYER} "
-                f"layers of {TENSORS_PER_LAYER} tensors"
+                f"dst_layer_range: layer {self.target // count}, the destination has {dst.num_tensors // count} "
+                f"layers of {count} tensors"
             )
-        offset = self.cut.offset_in(dst, pair.row)
-        return self.cut.plan(first, self.tensor, TENSORS_PER_LAYER, offset=offset, alias=pair.same_memory)
-
-
-class PushToOffset(LayerPush):
-    """Push of ``count`` tensors to a located address."""
-
-    to: RemoteOffset
-    count: int
-
-    def plan(self, pair: CachePair) -> Plan:
-        cut, to, dst = self.cut, self.to, pair.remote
-        if to.tensor + self.count > dst.num_tensors or to.offset + cut.extent > dst.tensor_bytes:
-            raise ProtocolError(f"{_WHAT}: {self.name} does not have what it was located at: {to}")
-        return cut.plan(to.tensor, self.tensor, self.count, offset=to.offset, alias=pair.same_memory)
+        if offset is None:
+            offset = self.cut.offset_in(dst, pair.row)
+        return self.cut.plan(self.target, self.tensor, count, offset=offset, alias=pair.same_memory)
 
 
 @dataclass(slots=True)
@@ -415,7 +404,8 @@ class KeyDelivery(Delivery):
 
     def send(self, layer: int) -> None:
         target = self.dst_layers[layer - self.layers.start]
-        part = PushToLayer(self.cut, layer * TENSORS_PER_LAYER, target, what=_WHAT, name=self.name)
+        tensors = layer * TENSORS_PER_LAYER, target * TENSORS_PER_LAYER
+        part = LayerPush(self.cut, *tensors, what=_WHAT, name=self.name, push=True)
         with self.meters.span(_WHAT, "layer %d -> layer %d of %s", layer, target, self.name) as span:
             span.nbytes = self.push(part, Deadline(self.timeout_ms), span)
 
@@ -457,12 +447,12 @@ class AddressDelivery(Delivery):
         return now
 
     def _push_layer(self, layer: int, offsets: Sequence[RemoteOffset], deadline: Deadline, span: Timer) -> int:
-        first = layer * TENSORS_PER_LAYER
         key, value = offsets
         if value == key._replace(tensor=key.tensor + 1):
-            return self._push_tensors(first, TENSORS_PER_LAYER, key, deadline, span)
-        return sum(self._push_tensors(first + i, 1, to, deadline, span) for i, to in enumerate(offsets))
-
-    def _push_tensors(self, first: int, count: int, to: RemoteOffset, deadline: Deadline, span: Timer) -> int:
-        name = RemoteName(self.cluster_id, cache_id=to.cache_id)
-        return self.push(PushToOffset(self.cut, first, to, count, what=_WHAT, name=name), deadline, span)
+            offsets = [key]
+        count, nbytes = TENSORS_PER_LAYER // len(offsets), 0
+        for tensor, (cache_id, target, offset) in enumerate(offsets, layer * TENSORS_PER_LAYER):
+            name = RemoteName(self.cluster_id, cache_id=cache_id)
+            part = LayerPush(self.cut, tensor, target, count, offset, what=_WHAT, name=name, push=True)
+            nbytes += self.push(part, deadline, span)
+        return nbytes

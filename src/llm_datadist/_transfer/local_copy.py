@@ -82,8 +82,7 @@ class LocalCopies:
     def copy_blocks(self, cache_id: int, pairs: Pairs, deadline: Deadline) -> int:
         """Copy blocks inside one cache, in list order (interface R26); return the bytes."""
         with self._store.using(cache_id, "copy_blocks: cache") as entry:
-            entry.geometry.require_kind("copy_blocks: cache", CacheKind.BLOCKS)
-            cache = Operand("cache", entry.geometry, entry.storage.tensors)
+            cache = _operand("cache", entry, "copy_blocks")
             names = ("sources of copy_block_info", "destinations of copy_block_info")
             plan, _ = _plan_blocks(cache, cache, pairs, "copy_blocks", names)
             return self._execute(plan, cache.tensors, cache.tensors, deadline, "copy_blocks")

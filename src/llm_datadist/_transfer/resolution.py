@@ -134,27 +134,25 @@ def _map(link: Link, answer: Resolved, geometry: Geometry, what: str, *, push: b
     offsets = np.frombuffer(answer.offsets, dtype="<u8")
     if not len(regions) == len(offsets) == geometry.num_tensors:
         raise _misfit(link, answer, geometry)
-    capabilities = link.connection.capabilities
+    capabilities, shared, unreachable = link.connection.capabilities, link.connection.shared, ""
     if not capabilities.non_pool_memory and NON_POOL in regions.tolist():
         pools = ", or in pools that are sealed for want of remote cache access (RCA)," if push else ","
-        raise LLMException(
-            f"{what}: cache {answer.cache_id} of {link.peer} is memory outside its pools{pools} which "
-            f"{capabilities.name} cannot reach; leave llm.Transport at auto, or give the peer a pool (mem_pool_cfg) "
-            "and allocate the cache there, or register memory that lies inside a pool"
-            + (", with llm.EnableRemoteCacheAccessible=1 on both sides" if push else ""),
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            peer=link.peer.cluster_id,
-            phase="resolve",
+        unreachable = (
+            f"is memory outside its pools{pools} which {capabilities.name} cannot reach; leave llm.Transport at auto, "
+            "or give the peer a pool (mem_pool_cfg) and allocate the cache there, or register memory that lies inside "
+            f"a pool{', with llm.EnableRemoteCacheAccessible=1 on both sides' if push else ''}"
         )
-    shared = link.connection.shared
-    if link.connection.private is None and any(map(shared.leaves_out, set(regions.tolist()))):
-        raise LLMException(
-            f"{what}: cache {answer.cache_id} of {link.peer} lies in a GPU{shared.usage().remark}; there are none, as "
-            f"llm.Transport is {capabilities.name}: leave it at auto",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            peer=link.peer.cluster_id,
-            phase="resolve",
+    elif link.connection.private is None and any(map(shared.leaves_out, set(regions.tolist()))):
+        unreachable = (
+            f"lies in a GPU{shared.usage().remark}; there are none, as llm.Transport is {capabilities.name}: leave it "
+            "at auto"
         )
+    if unreachable:
+        text, status = (
+            f"{what}: cache {answer.cache_id} of {link.peer} {unreachable}",
+            LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        )
+        raise LLMException(text, status_code=status, peer=link.peer.cluster_id, phase="resolve")
     # ``located``, because the target's answer allows the write.
     connection = link.connection.reaching(regions)
     if connection.capabilities.remote_guards:  # the peer's pool in a GPU is not mapped here

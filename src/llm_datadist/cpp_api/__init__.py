@@ -12,8 +12,6 @@ logged at WARNING and in ``LlmDataDist.last_error``. A wrong type, or None, is a
 width is ``LLM_PARAM_INVALID``. Structs are mutable; calls check them. Names are the header's.
 """
 
-from __future__ import annotations
-
 from llm_datadist.cpp_api import structs
 from llm_datadist.cpp_api.datadist import LlmDataDist
 from llm_datadist.cpp_api.structs import *  # noqa: F403 (its __all__ is part of this one)

@@ -17,7 +17,7 @@ from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import for_main_thread, public_calls, require_outermost
 from llm_datadist._transfer import linking
 from llm_datadist._transfer.arguments import check, check_addresses, check_pairs
-from llm_datadist._transfer.calls import PullBlocks, PullRow, PushBlocks, PushRow
+from llm_datadist._transfer.calls import BlocksTransfer, RowTransfer
 from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist._transfer.meters import log_for_user
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
@@ -308,7 +308,7 @@ class LlmDataDist:
             cache_id, row, nbytes, layers = check(
                 ARGUMENTS, dst_cache=dst_cache, batch_index=batch_index, size=size, ext_param=ext_param
             )
-            pull = PullRow(engine, "dst_cache", cache_id, layers, row, nbytes, what="PullKvCache", name=name)
+            pull = RowTransfer(engine, "dst_cache", cache_id, layers, row, nbytes, what="PullKvCache", name=name)
             pull.run(engine.deadline())
         return call.status
 
@@ -334,8 +334,8 @@ class LlmDataDist:
             sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
-            given = engine, "dst_cache", cache_id, layers, sources, targets
-            PullBlocks(*given, what="PullKvBlocks", name=name).run(engine.deadline())
+            given = engine, "dst_cache", cache_id, layers, targets, sources, "dst_blocks"
+            BlocksTransfer(*given, what="PullKvBlocks", name=name).run(engine.deadline())
         return call.status
 
     def PushKvCache(
@@ -360,7 +360,8 @@ class LlmDataDist:
             check_rule(nbytes == -1, f"size={nbytes}: only -1 (the whole row) can be pushed")
             layers = arguments.layers("ext_param", ext_param)
             _require_device(engine, cache_id, "PushKvCache: src_cache", "pushed")
-            push = PushRow(engine, "src_cache", cache_id, layers, row, what="PushKvCache", name=name)
+            given = engine, "src_cache", cache_id, layers, row
+            push = RowTransfer(*given, what="PushKvCache", name=name, push=True, consumes=True)
             push.run(engine.deadline())
         return call.status
 
@@ -386,8 +387,9 @@ class LlmDataDist:
             sources, targets = parse_blocks("src_blocks", src_blocks), parse_blocks("dst_blocks", dst_blocks)
             check_pairs(sources, targets)
             layers = arguments.layers("ext_param", ext_param)
-            given = engine, "src_cache", cache_id, layers, sources, targets
-            PushBlocks(*given, what="PushKvBlocks", name=name).run(engine.deadline())
+            given = engine, "src_cache", cache_id, layers, sources, targets, "src_blocks"
+            push = BlocksTransfer(*given, what="PushKvBlocks", name=name, push=True, consumes=True)
+            push.run(engine.deadline())
         return call.status
 
     def CopyKvCache(

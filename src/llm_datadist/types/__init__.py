@@ -1,7 +1,5 @@
 """Values of the interface: enumerations, descriptors, keys, cluster and transfer arguments."""
 
-from __future__ import annotations
-
 from llm_datadist.types.cluster import LLMClusterInfo
 from llm_datadist.types.data_type import DataType
 from llm_datadist.types.descriptors import Cache, CacheDesc

@@ -137,10 +137,12 @@ class Cache(OfProcess):
     Source: interface §4.
     """
 
-    __slots__ = ("__weakref__", "_cache_desc", "_granter", "_id", "_is_blocks", "_memory", "_tensor_addrs")
+    __slots__ = ("__weakref__", "_cache_desc", "_cache_id", "_granter", "_is_blocks_cache", "_memory", "_tensor_addrs")
 
+    cache_id = Attribute[int]("Id at the owner, >= 1; -1 for a CPU cache.")
     cache_desc = Attribute[CacheDesc]("Geometry.")
     tensor_addrs = Attribute[list[int]]("Address of each tensor; empty after ``deallocate``.")
+    is_blocks_cache = Attribute[bool]("True for a blocks cache.")
 
     def __init__(
         self,
@@ -152,10 +154,10 @@ class Cache(OfProcess):
         memory: object = None,
         granter: Granter | None = None,
     ) -> None:
-        self._id = check_int64("cache_id", cache_id)
+        self._cache_id = check_int64("cache_id", cache_id)
         self._cache_desc = check_type("cache_desc", cache_desc, CacheDesc)
         self._tensor_addrs = check_uint64_list("tensor_addrs", tensor_addrs, tuple_ok=False)
-        self._is_blocks = check_type("is_blocks_cache", is_blocks_cache, bool)
+        self._is_blocks_cache = check_type("is_blocks_cache", is_blocks_cache, bool)
         # This library's modules read both, and no user: the first keeps the addresses mapped, the second is the maker,
         # of one init, by which calls refuse foreign handles (None after create_cpu_cache).
         self._memory = memory
@@ -180,16 +182,6 @@ class Cache(OfProcess):
         found, needed = len(addresses), cache_desc.num_tensors
         check_rule(found == needed, f"addrs: {found} addresses for num_tensors={needed}, one each is needed")
         return Cache(-1, cache_desc, addresses, is_blocks_cache=True)
-
-    @property
-    def cache_id(self) -> int:
-        """Id at the owner, >= 1; -1 for a CPU cache."""
-        return self._id
-
-    @property
-    def is_blocks_cache(self) -> bool:
-        """True for a blocks cache."""
-        return self._is_blocks
 
     @partial(public_call, owned=True)
     def grant(
@@ -227,7 +219,7 @@ class Cache(OfProcess):
         """
         if self._granter is None:
             raise StateError(f"grant: {self!r} is the handle of no manager, so peers cannot reach it")
-        return self._granter.grant(self._id, blocks, ttl, token, peer, on_end)
+        return self._granter.grant(self._cache_id, blocks, ttl, token, peer, on_end)
 
     @staticmethod
     def _cut_off(grant: Grant) -> None:
@@ -240,10 +232,10 @@ class Cache(OfProcess):
         self._memory = None
 
     def __repr__(self) -> str:
-        kind = "blocks" if self._is_blocks else "continuous"
+        kind = "blocks" if self._is_blocks_cache else "continuous"
         state = "" if self._tensor_addrs or not self._cache_desc.num_tensors else ", deallocated"
         desc = self._cache_desc
         return (
-            f"<Cache {self._id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
+            f"<Cache {self._cache_id}: {kind}, {desc.num_tensors} x {list(desc.shape)} {desc.data_type.name} "
             f"on {desc.placement.name}{state}>"
         )
