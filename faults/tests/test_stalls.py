@@ -1,14 +1,42 @@
-"""An owner whose control thread stands still: what was used once moves all the same."""
+"""Stalls: what is stalled waits, deadlines go on, and everything goes on afterwards with the right bytes."""
 
 import pytest
 
 from faults.stalls import go_on, stall_there
+from llm_datadist import CacheKey
 from llm_datadist.errors import CacheNotFound
-from tests.support.linking import bytes_move_both_ways
-from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, same_bytes, show
+from tests.support.linking import begin_there, bytes_move_both_ways, result_there, runs_there
+from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.pairs import Pair
+from tests.support.world import World
 
+KEY = CacheKey(1, 10)
 PATIENT = {"llm.PeerTimeout": "600"}
+
+
+@pytest.mark.parametrize("what", ["copy", "pool"])
+def test_what_is_stalled_waits_and_goes_on(shm_pair: Pair, what: str) -> None:
+    shm_pair.start(extra=PATIENT)
+    source = shm_pair.prompt.do(make, "rows", Spec(keys=(KEY,)), 1)
+    target = shm_pair.decoder.do(make, "rows", Spec(), 2)
+    shm_pair.decoder.do(stall_there, what)
+    if what == "copy":
+        shm_pair.decoder.do(begin_there, "call", call, "pull_cache", KEY, Use("rows"), 5)
+        wait_until(lambda: shm_pair.prompt.do(picture).pins == 1)
+        same_bytes(shm_pair.decoder.do(show, "rows"), target)
+    else:
+        shm_pair.decoder.do(begin_there, "call", allocate)
+        shm_pair.decoder.do(call, "pull_cache", KEY, Use("rows"), 5)  # needs no pool
+    assert shm_pair.decoder.do(runs_there, "call"), "the call is still there"
+    shm_pair.decoder.do(go_on)
+    result = shm_pair.decoder.do(result_there, "call")
+    assert not isinstance(result, BaseException), result
+    same_bytes(shm_pair.decoder.do(show, "rows"), moved(target, source, [(5, 0)]))
+    bytes_move_both_ways(shm_pair.prompt, shm_pair.decoder)
+
+
+def allocate(world: World) -> None:
+    world.caches["more"] = world.cm.allocate_cache(Spec().desc, [])
 
 
 @pytest.mark.parametrize("verb", ["pull_blocks", "push_blocks"])
