@@ -4,9 +4,7 @@ It answers as a driver does: ``test_gpu_check.py`` asks it all that is asked of 
 """
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from tests.support import source
-from tests.support.fakecuda import State, environment, library, reports
+from tests.support.fakecuda import State, environment, reports
 
 BEGIN: Final = (
     "import os\nfrom ctypes import *\nfrom tests.device.cu import *\nfrom tests.support.fakecuda import load\n"
@@ -148,17 +146,3 @@ def test_devices_are_those_that_are_visible(visible: str, found: str) -> None:
         print(count.value, int(uuid.raw.decode().removeprefix("fakecuda-gpu-")), ordinal.value)
     """
     assert run(program, scene=BEGIN, devices=4)[0] == f"{found}\n"
-
-
-def test_processes_that_need_the_fake_at_once_compile_one_and_find_it_by_its_name(tmp_path: Path) -> None:
-    program = "from tests.support.fakecuda import library, load\nload(); import tests.device.cu; print(library())"
-    compiler = tmp_path / "another-cc"  # makes another fake
-    compiler.write_text('#!/bin/sh\nexec cc "$@"\n')
-    compiler.chmod(0o755)
-    environment = os.environ | source.PATHS | {"CC": str(compiler), "LD_LIBRARY_PATH": ""}
-    command = [sys.executable, "-c", program]
-    made = [subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) for _ in range(3)]
-    (path,) = {Path(each.communicate()[0].strip()) for each in made}
-    assert path != library()
-    assert os.listdir(path.parent) == ["libcuda.so.1"]
-    shutil.rmtree(path.parent)
