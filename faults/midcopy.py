@@ -14,6 +14,7 @@ from pathlib import Path
 
 from faults.page_trap import PageTrap
 from tests.support import fakecuda
+from tests.support.ends import state_of
 from tests.support.world import World
 
 
@@ -38,13 +39,9 @@ def stop_inside_copy(pid: int, begun: Callable[[], bool], ended: Callable[[], bo
 def frozen(pid: int) -> bool:
     """Return True when no thread of a process runs, as after SIGSTOP; also when it has ended."""
     try:
-        return all(_state(thread) in "TtZX" for thread in Path(f"/proc/{pid}/task").iterdir())
+        return all(state_of(int(thread)) in "TtZX" for thread in os.listdir(f"/proc/{pid}/task"))
     except FileNotFoundError:
         return not Path(f"/proc/{pid}").exists()
-
-
-def _state(thread: Path) -> str:
-    return (thread / "stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
 
 
 def peek(pid: int, address: int, nbytes: int) -> bytes:

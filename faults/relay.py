@@ -46,8 +46,6 @@ _BUFFER: Final = 1 << 20
 _CONNECT_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 30.0
 _RESET: Final = struct.pack("ii", 1, 0)  # linger for no time: close sends a reset
-#: When nothing moves for so long after a wrong byte the relay hangs up: an end may wait for what was dropped.
-_LINK_QUIET_SECONDS: Final = 0.03
 #: What a fault can do, at the byte numbered ``at`` of its direction.
 FAULTS: Final = {
     "drop": "``count`` bytes vanish, all that follow if it is 0",
@@ -86,7 +84,7 @@ class Stream:
         self.taken = self.waiting = 0
         self.end = ""
         self.stalled = False
-        self.way: Way | None = None
+        self.way: Rewriter | None = None
         self._faults = sorted(faults, key=lambda fault: fault.at)
         self._left: dict[str, float] = {"corrupt": 0, "drop": 0, "duplicate": 0}  # bytes that suffer it
         self._repeated = bytearray()
@@ -168,31 +166,10 @@ class Stream:
             self._out.append((start, piece))
 
 
-NEVER: Final = 1 << 60
-
-
-class Way:
-    """One direction, of which one bit of the byte ``at`` an offset is flipped."""
-
-    def __init__(self, at: int = NEVER) -> None:
-        self.hit = False
-        self.came = bytearray()
-        self._at = at
-
-    def feed(self, data: bytes) -> bytes:
-        index = self._at - len(self.came)
-        self.came += data
-        if not 0 <= index < len(data):
-            return data
-        self.hit = True
-        return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
-
-
-class Rewriter(Way):
+class Rewriter:
     """One direction of a plain control channel, of which ``change`` makes other messages, or frames."""
 
     def __init__(self, change: Callable[[Message], Message | bytes]) -> None:
-        super().__init__()
         self._change, self._frames = change, FrameParser()
 
     def feed(self, data: bytes) -> bytes:
@@ -228,18 +205,12 @@ class Carried:
         self.kind: Kind = "control"  # by its preamble, until which it is that
         self.said = b""  # the first bytes that have come from the dialer, in plain text or not
         self.over = False
-        self.moved_at = 0.0
         self.halves: dict[Direction, Half] = {"up": Half(dialer, listener), "down": Half(listener, dialer)}
         self.tasks: list[asyncio.Task[None]] = []
         self.ending: asyncio.Task[None] | None = None
 
     def taken(self, direction: Direction) -> int:
         return self.halves[direction].stream.taken
-
-    def waits_in_vain(self) -> bool:
-        """Return True if a wrong byte has gone on, and nothing has moved since for a while."""
-        hit = any(half.stream.way is not None and half.stream.way.hit for half in self.halves.values())
-        return hit and time.monotonic() - self.moved_at > _LINK_QUIET_SECONDS
 
     def __repr__(self) -> str:
         state = "over" if self.over else "open"
@@ -249,11 +220,10 @@ class Carried:
 class Relay:
     """Listens on loopback and carries every connection to ``target``. Any thread may call. A context manager.
 
-    ``ways`` are for the first control connection, behind its preamble: then no other is carried, and after a wrong byte
-    the relay hangs up when nothing moves.
+    ``ways`` are for the first control connection, behind its preamble: then no other is carried.
     """
 
-    def __init__(self, target: tuple[str, int], ways: tuple[Way, Way] | None = None) -> None:
+    def __init__(self, target: tuple[str, int], ways: tuple[Rewriter, Rewriter] | None = None) -> None:
         self._target = target
         self._ways, self._strict = ways, ways is not None
         self._plans: list[tuple[Kind | None, Direction, Fault]] = []
@@ -379,7 +349,6 @@ class Relay:
                 if len(first) < PREAMBLE_BYTES and data:
                     continue
                 data, first = self._recognise(carried, first, now), None
-            carried.moved_at = now
             half.stream.feed(data, now)
             half.woken.set()
             while half.stream.waiting >= _BUFFER:
@@ -415,14 +384,9 @@ class Relay:
             elif half.over:
                 half.shut = True
                 half.sink.shutdown(socket.SHUT_WR)
-            elif carried.waits_in_vain():
-                self._end(carried, reset=False)
-                return
             else:
                 due = stream.next_due()
                 seconds = None if due is None else max(due - time.monotonic(), 0.0)
-                if self._strict and seconds is None:
-                    seconds = _LINK_QUIET_SECONDS
                 with suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await half.woken.wait()

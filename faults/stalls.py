@@ -5,7 +5,7 @@ pool        every allocation and every release of pool memory waits (the lock of
 registry    every lookup, pin and release waits, those of peers on the control thread among them
 control     the control thread does nothing: no answer, no heartbeat, no expiry
 copy        pulls and pushes of this end wait where their first byte would move
-frame       what this end says to ``peer`` is kept back, and sent in order when the stall ends
+frame       what this end says to its peers is kept back, and sent in order when the stall ends
 =========== ==========================================================================================
 
 The block itself must not need what is stalled: use it from a thread, or an end, that only looks on. Deadlines of others
@@ -29,15 +29,11 @@ _PATIENCE_SECONDS: Final = 30.0
 
 
 @contextmanager
-def stall(datadist: LLMDataDist, what: str, *, peer: int | None = None) -> Iterator[None]:
-    """Stall ``what`` of an initialised end of this process for the length of the block.
-
-    "copy" and "frame" may be for one linked ``peer``; else they are for all links that there are now.
-    """
-    begin = STALLS[what]
+def stall(datadist: LLMDataDist, what: str) -> Iterator[None]:
+    """Stall ``what`` of an initialised end of this process, over all links that there are now, while the block runs."""
     probe = Probe(datadist)
     with ExitStack() as undo:
-        begin(probe, [probe.link(peer)] if peer is not None else probe.engine.links.all(), undo)
+        STALLS[what](probe, probe.engine.links.all(), undo)
         yield
 
 
@@ -137,9 +133,9 @@ STALLS: Final[dict[str, Callable[[Probe, list[Link], ExitStack], None]]] = {
 }
 
 
-def stall_there(world: World, what: str, peer: int | None = None) -> None:
+def stall_there(world: World, what: str) -> None:
     world.memory["stall"] = stack = ExitStack()
-    stack.enter_context(stall(world.dd, what, peer=peer))
+    stack.enter_context(stall(world.dd, what))
 
 
 def go_on(world: World) -> None:

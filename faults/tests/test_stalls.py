@@ -49,7 +49,7 @@ def test_over_tcp_what_was_used_once_moves_while_the_owner_answers_nothing_until
     theirs = prompt.do(make, "blocks", Spec(blocks=True, blocks_key=BLOCKS), 1)
     mine = decoder.do(make, "blocks", Spec(blocks=True), 2)
     decoder.do(call, verb, BLOCKS, Use("blocks"), [0], [0])
-    prompt.do(stall_there, "control", 2)
+    prompt.do(stall_there, "control")
     for number in range(1, 8):
         decoder.do(call, verb, BLOCKS, Use("blocks"), [number], [7 - number])
     pairs = [(0, 0), *((7 - number, number) for number in range(1, 8))]

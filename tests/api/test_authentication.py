@@ -654,26 +654,6 @@ def test_a_transport_that_a_peer_may_not_use_is_not_replaced_by_another(
     assert [end.do(links) for end in (shm_pair.prompt, shm_pair.decoder)] == [{}, {}]
 
 
-def test_both_ends_may_have_a_policy(shm_pair: Pair, tmp_path: Path) -> None:
-    """Each end gives its own reason for tcp, and decides for itself."""
-    shm_pair.transport = "auto"
-    secrets = secret_file(tmp_path / "secrets", a=SECRET)
-    policies = {"2": rules("pull", models=[0])}, {"1": rules("push")}
-    start(shm_pair, *(secrets | {"llm.PeerPolicy": json.dumps(policy)} for policy in policies))
-    shm_pair.link()
-    there, here = shm_pair.prompt.do(explain, 2), shm_pair.decoder.do(explain, 1)
-    assert (there.transport, here.transport) == ("tcp", "tcp")
-    assert "llm.PeerPolicy allows cluster 2 some models only" in there.reason
-    assert "llm.PeerPolicy allows cluster 1 to push only" in here.reason
-    source: Bytes = shm_pair.prompt.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
-    target: Bytes = shm_pair.decoder.do(make, "kv", Spec(blocks=True, blocks_key=BlocksCacheKey(2, 0)), 2)
-    text = "does not allow cluster 1 to pull"
-    back = call, "pull_blocks", BlocksCacheKey(2, 0), Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS
-    refused((shm_pair.prompt, shm_pair.decoder), ["kv"], CacheMismatch, [text], *back)
-    shm_pair.decoder.do(call, "pull_blocks", BLOCKS, Use("kv"), SOURCE_BLOCKS, TARGET_BLOCKS)
-    same_bytes(shm_pair.decoder.do(show, "kv"), moved(target, source, PAIRS))
-
-
 @pytest.mark.parametrize("rca", [False, True], ids=["alone", "rca"])
 def test_models_bound_what_a_peer_finds_in_any_way(route: tuple[Pair, str], tmp_path: Path, rca: bool) -> None:
     pair, memory = route[0], "private" if route[1] == "cma" else "pool"

@@ -302,8 +302,5 @@ def test_each_call_in_a_callback_returns_or_is_refused_in_time(child: ChildEnd, 
     found = child.do(walk, callback)
     assert {name: said for name, said in found.items() if said.startswith(("hangs", "untyped", "not"))} == {}
     assert found.keys() == CALLS.keys()
-
-
-@pytest.mark.parametrize("call", ["init", "switch_role"])
-def test_a_change_in_a_callback_of_finalize_is_refused(child: ChildEnd, call: str) -> None:
-    assert child.do(walk, "in_loss_by_finalize")[call] in ("StateError", "NotInitialized")
+    if callback == "in_loss_by_finalize":
+        assert {found["init"], found["switch_role"]} <= {"StateError", "NotInitialized"}

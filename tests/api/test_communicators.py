@@ -286,24 +286,6 @@ def test_r22_a_member_killed_once_met_does_not_count(four: list[ChildEnd], victi
     assert f"cluster {victim} did not join" in waiting.do(explained, 1).reason
 
 
-def test_r22_kill_9_of_a_member_that_was_ready_and_its_successor_joins_without_any_unlink(shm_pair: Pair) -> None:
-    survivor, victim = shm_pair.prompt, ChildEnd("victim")
-    for killed in (3, 0):  # the one that dialled, the one that listened
-        survivor.start("MIX", 1, **SECONDS)
-        victim.start("MIX", killed, **SECONDS)
-        joined(survivor, victim)
-        victim.kill()
-        alone(survivor)
-        not_linked(survivor, killed)
-        victim = ChildEnd("successor")
-        victim.start("MIX", killed, **SECONDS)
-        assert joined(survivor, victim) == [2, 1]
-        bytes_move_both_ways(survivor, victim)
-        survivor.stop()
-        victim.stop()
-    victim.close()
-
-
 def test_a_link_that_is_cut_while_preparing_is_made_again(local_pair: Pair, end: LocalEnd) -> None:
     """Both members live; the third one comes after the link between them was given up by hand.
 

@@ -6,15 +6,14 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 from unittest.mock import Mock
 
 import pytest
 
-from faults.gated import stopped, watch_there
+from faults.gated import watch_there
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
 from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
@@ -124,19 +123,6 @@ def test_exactly_the_granted_blocks_are_pulled_until_the_grant_ends(pair: Pair, 
     prompt.do(forget, "kv")
     prompt.do(make, "later", source, 9)
     refused(other, [3], "its cache was freed")
-
-
-@pytest.mark.parametrize("step", ["before copy", "after copy"])
-def test_blocks_used_again_under_a_reader_are_never_what_it_gets(mapped_pair: Pair, tmp_path: Path, step: str) -> None:
-    src, dst = both(mapped_pair)
-    granted = Grant.from_bytes(mapped_pair.prompt.do(grant, [1, 2]))
-    arguments = ("pull_blocks", BLOCKS, Use("kv"), [1, 2], [6, 0])
-    late = step == "after copy"  # the guards were compared after the last byte
-    with stopped(mapped_pair.decoder, step, tmp_path, *arguments, grant=granted) as pulling:
-        mapped_pair.prompt.do(reuse)
-        with nullcontext() if late else pytest.raises(GrantEnded, match="has ended: revoked"):
-            pulling.finish()
-    same_bytes(mapped_pair.decoder.do(show, "kv"), moved(dst, src, [(6, 1), (0, 2)]) if late else dst)
 
 
 def test_a_grant_finds_the_cache_to_which_its_key_is_bound_now(pair: Pair) -> None:

@@ -12,7 +12,6 @@ from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, LLMStatusCode
 from llm_datadist.errors import CacheNotFound, KeyInUse, ParamError
 from tests.support.kinds import Bytes, End, Pair
-from tests.support.linking import SUCCESS, info, unlink
 from tests.support.memory import desc, pool, refused, state, user_memory
 from tests.support.moves import BLOCKS, Spec, Use, call, forget, make, moved, picture, same_bytes, show, wait_until
 from tests.support.world import World, fill
@@ -282,18 +281,3 @@ def test_i5_walk_two_step_by_step(pair: Pair, tmp_path: Path, removed: bool) -> 
     wait_until(lambda: seen(prompt) == (0, 0, 0, 0, 0, 0))  # a release is on its way when a pull returns
     same_bytes(pair.decoder.do(show, "kv"), dst if removed else moved(dst, src, [(3, 0)]))
     assert prompt.do(picture).pools[0].largest_hole_bytes == prompt.do(picture).pools[0].capacity_bytes
-
-
-def test_a_peer_that_goes_before_its_release_consumes_nothing(tcp_pair: Pair, tmp_path: Path) -> None:
-    pair = tcp_pair
-    begin_walk(pair)
-    with stopped(pair.decoder, "release", tmp_path, *PULL_ROW) as pulling:
-        assert seen(pair.prompt) == (1, 0, 0, 1, 1, HELD)
-        assert pair.prompt.do(unlink, [info(2)], 1000, True) == SUCCESS
-        wait_until(lambda: seen(pair.prompt) == (1, 0, 0, 1, 0, HELD))
-        pulling.finish()  # every byte was there before the link was given up
-    assert seen(pair.prompt) == (1, 0, 0, 1, 0, HELD)
-    wait_until(lambda: not pair.decoder.do(picture).links)
-    pair.link()
-    pair.decoder.do(call, *PULL_ROW)
-    wait_until(lambda: seen(pair.prompt) == (1, 0, 0, 0, 0, HELD))

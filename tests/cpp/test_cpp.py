@@ -23,13 +23,12 @@ from llm_datadist.cpp_api import Cache, CacheIndex, ClusterInfo, IpInfo, KvCache
 from llm_datadist.errors import DeviceError, NotInitialized, NotLinked, ParamError
 from tests.support import cpp, fakecuda, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
-from tests.support.ends import frozen
 from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.linking import SUCCESS, alone, info, statistics
 from tests.support.linking import link as link_v2
 from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Spec as CacheSpec
-from tests.support.moves import Use, call, make, moved, picture, same_bytes, show, wait_until
+from tests.support.moves import Use, call, make, moved, picture, same_bytes, show
 from tests.support.probe import Probe
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table, bad, integer, refuse, refuse_each
 from tests.support.world import GPU_OPTION
@@ -403,19 +402,6 @@ def test_r14_r16_r31_layers_move_between_all_placements(
     mine = moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)], [(0, 2), (1, 3)])
     same_bytes(decoder.do(show, "kv"), mine)
     same_bytes(prompt.do(show, "kv"), theirs)
-
-
-def test_r06_r07_a_peer_that_does_not_answer_times_out_and_the_link_stays(shm_pair: Pair) -> None:
-    start_pair(shm_pair, options={"llm.SyncKvCacheWaitTime": "300"})
-    decoder, prompt = shm_pair.decoder, shm_pair.prompt
-    mine, theirs = decoder.do(made, "kv", Shape(), 1), prompt.do(made, "kv", Shape(), 2)
-    calls = ("PullKvCache", BLOCKS, KV), ("PullKvBlocks", BLOCKS, KV, [1], [2])
-    with frozen(prompt):
-        for each in calls:
-            status, text = decoder.do(attempt, *each)
-            assert (status.name, "300 ms" in text) == ("LLM_TIMEOUT", True), text
-    wait_until(lambda: all(decoder.do(run, *each) is OK for each in calls))
-    same_bytes(decoder.do(show, "kv"), moved(mine, theirs, [(0, 0), (2, 1)]))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import product
 from statistics import median
 from typing import Any, Final
@@ -132,8 +130,6 @@ def speed(src: str, dst: str, direction: str) -> None:
         moves = [(d, s) for d, s, _ in runs.tolist()]
         pairs = [(U64(to + i + d), U64(of + i + s)) for i in range(0, total, extent) for d, s in moves]
         rates["raw loop"] = rate(total, partial(_copies, pairs, U64(block), on))
-        if direction == "d2d":
-            rates |= _torch(rows, block)
         tell(table=f"{direction}, GB/s", KiB=block >> 10, **rates)
     for n in (1, 4, 16) if FAKE else (1, 2, 4, 8, 16, 32, 64, 256):
         plan = twin.make_plan(np.array([(i << 15, i << 15, 1 << 14) for i in range(n)], np.uint64))
@@ -147,16 +143,6 @@ def _copies(pairs: list[tuple[U64, U64]], nbytes: U64, on: Any) -> None:
     for to, of in pairs:
         cu.driver.cuMemcpyAsync(to, of, nbytes, on)
     cu.wait(on)
-
-
-def _torch(rows: NDArray[np.integer], block: int) -> dict[str, float]:
-    """Return the rate of torch, if it has CUDA: it gathers such blocks, and scatters none."""
-    if FAKE or find_spec("torch") is None or not (torch := import_module("torch")).cuda.is_available():
-        return {}
-    memory, of = torch.ones((len(rows), block), dtype=torch.uint8, device="cuda"), torch.tensor(rows, device="cuda")
-    into = torch.empty_like(memory)
-    call = lambda: (torch.index_select(memory, 0, of, out=into), torch.cuda.synchronize())  # noqa: E731
-    return {"torch": rate(memory.numel(), call)}
 
 
 d2d, h2d, d2h = (

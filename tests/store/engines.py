@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,9 @@ import numpy as np
 from faults.gated import open_there, shut_there
 from llm_datadist import CacheDesc, DataType
 from llm_datadist.store import (
-    NO_EVENTS,
-    Events,
     Hit,
     StoreClient,
+    StoreClientStatistics,
     StoreOptions,
     StoreServer,
     StoreStatistics,
@@ -28,6 +26,7 @@ from llm_datadist.store import (
 )
 from llm_datadist.views import tensor_views
 from tests.support.ends import ChildEnd, Processes
+from tests.support.linking import info, unlink
 from tests.support.moves import Spec, make, show, wait_until
 from tests.support.world import World
 
@@ -151,6 +150,23 @@ def save(world: World, keys: Sequence[bytes], blocks: Sequence[int], name: bytes
     return stored
 
 
+def save_as_is(world: World, keys: list[bytes]) -> int:
+    """Save keys from the first blocks, whatever they hold; return the number stored."""
+    stored: int = world.memory["client"].save(keys, world.caches["kv"], list(range(len(keys))))
+    return stored
+
+
+def figures(world: World, of: str = "client") -> StoreClientStatistics:
+    now: StoreClientStatistics = world.memory[of].statistics()
+    return now
+
+
+def leave(world: World) -> None:
+    """Close the client, and cut its link to the store."""
+    world.memory["client"].close()
+    unlink(world, [info(1, 1)], 10_000, True)
+
+
 def generation(world: World) -> bytes:
     """Return the generation that a client has learnt, for saves made by hand."""
     known: bytes = world.memory["client"]._generation  # noqa: SLF001 (a hostile client says any)
@@ -223,21 +239,17 @@ def index(world: World) -> dict[bytes, list[bytes]]:
     return server.index()
 
 
-def all_events(world: World, seconds: float = 0.0) -> dict[bytes, list[Any]]:
-    """Follow the events of each namespace for some time; return them all. ``world`` is a store."""
+def all_events(world: World) -> dict[bytes, list[Any]]:
+    """Return all events of each namespace. ``world`` is a store."""
     server: StoreServer = world.memory["server"]
-    places: dict[bytes, Events] = {}
     found: dict[bytes, list[Any]] = {}
-    until = time.monotonic() + seconds
-    while True:
-        for name in server.index():
-            places[name] = told = server.events(name, places.get(name, NO_EVENTS))
+    for name in server.index():
+        of_name, told = found.setdefault(name, []), server.events(name)
+        while told.events:
             assert told.follows
-            found.setdefault(name, []).extend((each.number, each.kind, each.keys) for each in told.events)
-        if not any(told.events for told in places.values()):
-            if time.monotonic() >= until:
-                return found
-            time.sleep(0.002)  # the pace of a reader
+            of_name += [(each.number, each.kind, each.keys) for each in told.events]
+            told = server.events(name, told)
+    return found
 
 
 def replayed(events: dict[bytes, list[Any]]) -> dict[bytes, set[bytes]]:

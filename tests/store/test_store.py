@@ -148,7 +148,7 @@ def test_a_namespace_that_fits_into_no_hole_displaces_another_one() -> None:
         for name, pages in (("a", 10), ("b", 16), ("c", 16), ("d", 16), ("e", 16), ("f", 16)):
             spec = Spec(tensors=1, rows=1, stride=(pages if name == "a" else 1) << 16, blocks=True)
             engine = family.engine(store, e.named(name), spec)
-            assert engine.do(save_raw, keys_of(0), [0]) == 1, name
+            assert engine.do(e.save_as_is, keys_of(0)) == 1, name
         assert set(store.do(e.index)) >= {e.named(name) for name in "def"}
 
 
@@ -175,14 +175,9 @@ def test_blocks_of_another_shape_are_named_and_no_byte_moves(other: Spec) -> Non
             assert (was == now).all()
 
         with pytest.raises(CacheMismatch, match=r"has 4 tensors of blocks \[4096\].*; the saved cache has"):
-            reader.do(save_raw, keys_of(1), [0])
+            reader.do(e.save_as_is, keys_of(1))
         assert store.do(e.index) == {NS: keys}
         wait_until(lambda: e.idle(store))
-
-
-def save_raw(world: World, keys: list[bytes], blocks: list[int]) -> int:
-    stored: int = world.memory["client"].save(keys, world.caches["kv"], blocks)
-    return stored
 
 
 def test_a_block_larger_than_a_namespace_is_refused_readably() -> None:
@@ -190,7 +185,7 @@ def test_a_block_larger_than_a_namespace_is_refused_readably() -> None:
         store = family.store(1, space=1 << 18)
         saver = family.engine(store, spec=Spec(tensors=4, rows=2, stride=1 << 17, blocks=True))
         with pytest.raises(CacheMismatch, match=r"needs more than the 262144 bytes of a namespace"):
-            saver.do(save_raw, keys_of(0), [0])
+            saver.do(e.save_as_is, keys_of(0))
         assert store.do(e.index) == {}
 
 
@@ -328,30 +323,6 @@ def test_a_store_with_bad_arguments_does_not_start(arguments: tuple[object, ...]
     for name in ("llm.EnableRemoteCacheAccessible", "llm.WriteByAddress"):
         with pytest.raises(ParamError, match=f"{name}=1, a store needs 0"):
             StoreServer(1 << 20, options={name: "1"})
-
-
-def two_ranks(world: World, port: int) -> None:
-    """A scheduler has a client for each rank."""
-    for rank in (0, 1):
-        e.open_client(world, f"rank {rank}", port, e.named("tp", rank, 2), {})
-
-
-def test_a_scheduler_looks_up_for_all_ranks_and_the_shortest_run_counts() -> None:
-    with family_of() as family:
-        store = family.store(2)
-        ranks = [family.engine(store, e.named("tp", rank, 2)) for rank in (0, 1)]
-        scheduler = family.engine(store)
-        scheduler.do(two_ranks, store.port)
-        keys = keys_of(*range(5))
-        for rank, count in ((0, 5), (1, 3)):
-            ranks[rank].do(e.save, keys[:count], range(count), e.named("tp", rank, 2))
-        found = [scheduler.do(e.look_up, keys, f"hit {rank}", f"rank {rank}") for rank in (0, 1)]
-        assert found == [5, 3]
-        for rank in (0, 1):
-            ranks[rank].do(e.take_hit, scheduler.do(e.hit_bytes, f"hit {rank}"))
-            ranks[rank].do(e.loads_right, keys[:3], [9, 10, 11], e.named("tp", rank, 2))
-            scheduler.do(e.release, f"hit {rank}")
-        wait_until(lambda: e.idle(store))
 
 
 def test_one_engine_may_save_from_several_caches() -> None:

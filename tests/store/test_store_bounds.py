@@ -47,17 +47,12 @@ def give_back(world: World, count: int) -> None:
         world.cm.release_grant(1, world.memory["hoard"].pop())
 
 
-def save_small(world: World, keys: list[bytes]) -> int:
-    stored: int = world.memory["client"].save(keys, world.caches["kv"], list(range(len(keys))))
-    return stored
-
-
 def test_a_reader_that_holds_all_that_it_may_is_told_busy_until_it_releases_and_others_find_everything() -> None:
     keys = keys_of(*range(1024))
     with family_of() as family:
         store = family.store(1, space=ROOM)
         saver, hoarder = family.engine(store, spec=SMALL), family.engine(store, spec=SMALL)
-        assert saver.do(save_small, keys) == 1024
+        assert saver.do(e.save_as_is, keys) == 1024
         held, why = hoarder.do(hoard, keys, 10_000)
         (space,) = store.do(e.statistics).namespaces
         assert (held, why[:12]) == (((16 << 20) - 2 * space.slots) // (4096 + 16 * 1024), "LLM_LINK_BUS")
@@ -78,27 +73,20 @@ def test_a_client_that_leaves_its_hits_behind_costs_no_later_lookup_or_save(end:
     with family_of() as family:
         store = family.store(1, space=ROOM)
         saver, hoarder = family.engine(store, spec=SMALL), family.engine(store, spec=SMALL)
-        assert saver.do(save_small, keys) == 1024
+        assert saver.do(e.save_as_is, keys) == 1024
         assert hoarder.do(hoard, keys[:1], 10_000)[1] != ""
         if end == "killed":
             family.kill(hoarder)
         else:
-            hoarder.do(leave)
+            hoarder.do(e.leave)
         wait_until(lambda: e.idle(store))
         assert saver.do(e.look_up, keys) == 1024
-        assert saver.do(save_small, keys_of(*range(5000, 6000))) == 1000
+        assert saver.do(e.save_as_is, keys_of(*range(5000, 6000))) == 1000
         saver.do(e.release)
         wait_until(lambda: e.idle(store))
         assert store.do(active_grants) == 0
         fresh = family.engine(store, spec=SMALL)
         assert fresh.do(e.look_up, keys) == 1024
-
-
-def leave(world: World) -> None:
-    from tests.support.linking import info, unlink
-
-    world.memory["client"].close()
-    unlink(world, [info(1, 1)], 10_000, True)
 
 
 def active_grants(world: World) -> int:
@@ -125,7 +113,7 @@ def test_a_lookup_of_thousands_of_keys_is_one_hit_of_several_grants() -> None:
         store = family.store(1, space=16 << 20)
         spec = Spec(tensors=1, rows=6000, stride=64, blocks=True)
         saver, reader = family.engine(store, spec=spec), family.engine(store, spec=spec)
-        assert saver.do(save_small, keys) == 6000
+        assert saver.do(e.save_as_is, keys) == 6000
         assert reader.do(e.look_up, keys) == 6000
         assert store.do(active_grants) == 2
         reader.do(loads_what_was_saved, saver.do(contents), 5500)
@@ -158,7 +146,7 @@ def test_beside_clients_that_flood_hold_and_die_every_key_that_is_there_is_found
     keys = keys_of(*range(1024))
     with family_of() as family:
         store = family.store(1, space=ROOM)
-        assert family.engine(store, spec=SMALL).do(save_small, keys) == 1024
+        assert family.engine(store, spec=SMALL).do(e.save_as_is, keys) == 1024
         crowds = [family.child("one crowd"), family.child("another crowd")]
         for number, each in enumerate(crowds):
             each.begin(be_a_crowd, store.port, 100 * (number + 1), keys)
@@ -220,7 +208,7 @@ def test_bookkeeping_of_blocks_of_one_byte_fits_into_the_memory_of_the_store() -
     with family_of() as family:
         store = family.store(4, space=2 << 20)
         engine = family.engine(store, spec=Spec(tensors=1, rows=16, stride=1, blocks=True))
-        assert engine.do(save_small, keys_of(0)) == 1
+        assert engine.do(e.save_as_is, keys_of(0)) == 1
         (space,) = store.do(e.statistics).namespaces
         assert 0 < space.slots * (SLOT_BYTES + 2 * KEY_BYTES) <= 2 << 20
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llm_datadist.errors import LLMException, StateError
-from llm_datadist.store import StoreClient, StoreClientStatistics, messages
+from llm_datadist.store import StoreClient, messages
 from llm_datadist.store.client import shape_of
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
@@ -24,11 +24,6 @@ KEYS = keys_of(*range(5))
 def clear(world: World, timeout_ms: int = 20_000, of: str = "client") -> bool:
     done: bool = world.memory[of].clear(timeout_ms)
     return done
-
-
-def figures(world: World) -> StoreClientStatistics:
-    now: StoreClientStatistics = world.memory["client"].statistics()
-    return now
 
 
 def follows(world: World) -> tuple[bool, list[bytes]]:
@@ -77,16 +72,11 @@ def test_a_namespace_of_many_parts_is_emptied_whole() -> None:
     with family_of() as family:
         store = family.store(1, space=4 << 20)
         engine = family.engine(store, spec=Spec(tensors=1, rows=2600, stride=64, blocks=True))
-        assert engine.do(save_as_is, keys) == 2600
+        assert engine.do(e.save_as_is, keys) == 2600
         assert engine.do(clear)
         assert store.do(e.index) == {NS: []}
         assert e.replayed(store.do(e.all_events)) == {NS: set()}
-        assert engine.do(save_as_is, keys) == 2600
-
-
-def save_as_is(world: World, keys: list[bytes]) -> int:
-    stored: int = world.memory["client"].save(keys, world.caches["kv"], list(range(len(keys))))
-    return stored
+        assert engine.do(e.save_as_is, keys) == 2600
 
 
 @pytest.mark.parametrize("step", ["before copy", "after copy"])
@@ -104,7 +94,7 @@ def test_a_save_whose_pull_runs_or_waits_during_a_clear_publishes_nothing(step: 
             gate.open()
             assert saver.do(result_there, "running") == saver.do(result_there, "waiting") == 0
         assert store.do(e.index) == {NS: []}
-        assert saver.do(figures).refused["cleared"] == 4
+        assert saver.do(e.figures).refused["cleared"] == 4
         assert saver.do(e.save, KEYS, range(5)) == 5, "it was told"
         assert other.do(e.hits, KEYS) == 5
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_datadist.errors import GrantEnded, LLMException, ParamError
+from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.store import NO_EVENTS, Hit, StoreClient, StoreOptions, messages
 from llm_datadist.store.client import shape_of
 from llm_datadist.types.grant import Grant
@@ -147,20 +147,6 @@ def load_forged(world: World, grant: bytes) -> None:
     found = messages.Found(own.cache_id, own.guard, bytes(8), *rest, owner)
     forged = Hit.from_bytes(messages.HitCopy(NS, [found]).encode())
     world.memory["client"].load(forged, world.caches["kv"], [0])
-
-
-def test_a_hit_of_an_earlier_process_of_the_store_is_an_ended_one() -> None:
-    with family_of() as family:
-        store = family.store()
-        engine = family.engine(store)
-        engine.do(e.save, keys_of(1), [0])
-        assert engine.do(e.look_up, keys_of(1)) == 1
-        port = store.port or 0
-        family.kill(store)
-        family.store(port=port)
-        wait_until(lambda: engine.do(connected) and engine.do(e.save, keys_of(1), [0]) == 1)
-        with pytest.raises(GrantEnded, match="of an earlier process of the store at"):
-            engine.do(e.load, [2])
 
 
 def late_answers(world: World) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llm_datadist.store import Hit, StoreClient, StoreClientStatistics, StoreOptions, StoreServer
+from llm_datadist.store import Hit, StoreClient, StoreOptions, StoreServer
 from llm_datadist.store.messages import MAX_LOOKUP_KEYS
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
@@ -43,11 +43,6 @@ def load_rank(world: World, number: int, name: bytes, keys: list[bytes]) -> None
 def release_all(world: World) -> None:
     for hit in world.memory["hits"]:
         world.memory["client"].release(hit)
-
-
-def figures(world: World, of: str = "client") -> StoreClientStatistics:
-    now: StoreClientStatistics = world.memory[of].statistics()
-    return now
 
 
 def test_eight_ranks_on_a_store_of_four_namespaces_find_all_that_they_saved() -> None:
@@ -101,7 +96,7 @@ def test_the_shortest_run_of_all_ranks_counts_and_a_rank_without_a_key_is_a_miss
         ends[1].do(release_all)
         wait_until(lambda: e.idle(store))
         assert ends[0].do(look_up_ranks, keys_of(99)) == []
-        now = ends[1].do(figures)
+        now = ends[1].do(e.figures)
         assert (now.lookups, now.hits, now.misses["absent"]) == (2, 1, 1)
 
 
@@ -113,17 +108,12 @@ def test_a_run_longer_than_one_question_is_asked_on_for_all_ranks() -> None:
         store = family.store(1, space=16 << 20)
         ends = [family.engine(store, name, spec, ranks=names) for name in names]
         for end, count in zip(ends, (2100, 2100, 1900, 2100), strict=True):
-            assert end.do(save_small, keys[:count]) == count
+            assert end.do(e.save_as_is, keys[:count]) == count
         assert ends[0].do(look_up_ranks, keys) == [1900] * 4
         assert ends[0].do(grants) == [2] * 4
         ends[0].do(release_all)
         wait_until(lambda: e.idle(store))
         assert ends[0].do(look_up_ranks, keys[:64]) == [64] * 4
-
-
-def save_small(world: World, keys: list[bytes]) -> int:
-    stored: int = world.memory["client"].save(keys, world.caches["kv"], list(range(len(keys))))
-    return stored
 
 
 def grants(world: World) -> list[int]:
@@ -152,7 +142,7 @@ def test_a_namespace_used_in_the_last_minute_is_not_displaced_by_a_new_one() -> 
         assert old.do(e.save, KEYS, range(4)) == 4
         assert new.do(e.save, KEYS, range(4), e.named("new")) == 0
         assert new.do(e.look_up, KEYS) == 0
-        assert new.do(figures).refused["busy"] == 4
+        assert new.do(e.figures).refused["busy"] == 4
         assert old.do(e.hits, KEYS) == 4
         store.do(keep, 0.0)
         assert new.do(e.save, KEYS, range(4), e.named("new")) == 4
@@ -176,7 +166,7 @@ def test_a_client_counts_its_lookups_and_keys_by_what_became_of_them() -> None:
         family.kill(store)
         wait_until(lambda: engine.do(e.look_up, KEYS, "late") == 0)
         assert engine.do(e.save, KEYS, range(4)) == 0
-        now: Any = engine.do(figures)
+        now: Any = engine.do(e.figures)
         assert (now.lookups, now.hits, now.keys, now.stored) == (3, 1, 36, 24)
         assert now.misses == {"absent": 1, "late": 0, "gone": 1, "busy": 0}
         assert now.refused == {"busy": 4, "gone": 4, "late": 0, "failed": 0, "cleared": 0}

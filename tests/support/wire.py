@@ -9,7 +9,7 @@ from llm_datadist._cache.geometry import CacheKind, Geometry
 from llm_datadist._cache.registry import MAX_PINS_PER_PEER, Namespace, key_of
 from llm_datadist._links import handshake, messages, versions
 from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secrets
-from llm_datadist._links.identity import PeerSecrets, Transcript
+from llm_datadist._links.identity import PeerSecrets
 from llm_datadist._links.versions import FEATURES, VERSIONS
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
 from llm_datadist._transport.address import WIRE_MAJOR, other_build, preamble

@@ -168,14 +168,6 @@ def test_long_runs_match_the_twin(starts: list[int], alias: bool) -> None:
     same(plan, twin.plan_blocks(dst, src, 4096, alias=alias)[0], ordered=False)
 
 
-@given(st.data(), st.integers(1, 200), st.integers(0, 4000), st.integers(0, 10**6))
-def test_pieces_match_the_twin(data: st.DataObject, block_bytes: int, src_bytes: int, src_offset: int) -> None:
-    pieces = -(-src_bytes // block_bytes)
-    dst = data.draw(st.lists(st.integers(0, BLOCKS - 1), max_size=min(pieces, 30)))
-    of: dict[str, Any] = {"block_bytes": block_bytes, "src_offset": src_offset, "src_bytes": src_bytes}
-    same(plan_pieces(blocks(*dst), **of, dst_count=BLOCKS), *twin.plan_pieces(dst, block_bytes, src_offset, src_bytes))
-
-
 SIZES = {"block_bytes": 8, "dst_count": 4, "src_count": 4, "alias": False}
 ROW_OF = {"block_bytes": 16, "dst_count": 4, "src_offset": 0, "src_bytes": 16}
 BYTES = "the plan has more than 2**63 - 1 bytes"

@@ -1,21 +1,10 @@
-"""States of vLLM's requests: every pair of state and event, and what vLLM may do at any moment."""
+"""States of vLLM's requests: what vLLM may do at any moment. Every call in every state: tests/vllm."""
 
 from __future__ import annotations
 
 from itertools import product
 
-import pytest
-
-from llm_datadist.integrations.request_states import (
-    FETCHES,
-    HANDED_OUT,
-    OFFERS,
-    WAITING,
-    Event,
-    Fetch,
-    Offer,
-    RequestStates,
-)
+from llm_datadist.integrations.request_states import HANDED_OUT, WAITING, Event, Fetch, Offer, RequestStates
 
 PAIRS = list(product(Fetch, Offer))
 
@@ -25,18 +14,6 @@ def after(fetch: Fetch, offer: Offer, *events: Event) -> tuple[Fetch, Offer]:
     for event in events:
         states.fire(event)
     return states.fetch, states.offer
-
-
-@pytest.mark.parametrize("event", Event)
-def test_every_pair_of_state_and_event(event: Event) -> None:
-    for fetch, offer in PAIRS:
-        states = RequestStates(fetch, offer)
-        named = event in FETCHES[fetch] or event in OFFERS[offer]
-        assert states.fire(event) is named
-        assert states.fetch is FETCHES[fetch].get(event, fetch)
-        assert states.offer is OFFERS[offer].get(event, offer)
-    in_fetches, in_offers = (any(event in row for row in table.values()) for table in (FETCHES, OFFERS))
-    assert in_fetches is not in_offers, "an event is of one of the two"
 
 
 def test_a_request_may_end_in_every_state_and_leaves_only_what_workers_still_report() -> None:

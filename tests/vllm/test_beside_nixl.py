@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -15,7 +14,6 @@ from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
 
 from five_cases import prompts
-from llm_datadist import BlocksCacheKey, CacheDesc, DataType, LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm import LLMDataDistConnector
 from llm_datadist.integrations.vllm.layout import pages_of, rows_of
@@ -23,6 +21,7 @@ from llm_datadist.integrations.vllm.offers import KvOffer
 from llm_datadist.views import tensor_views
 from servers import CONNECTORS, free_port
 from tests.support.moves import wait_until
+from tests.vllm.reader import Reader
 from tests.vllm.seen import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -81,32 +80,16 @@ def steps_until(prefill: LLM, condition: Callable[[], bool]) -> None:
 
 def pulled(offer: KvOffer, token: bytes) -> tuple[list[bytes], list[bytes]]:
     """Claim and pull what is offered; return its bytes as read, and as they are in the engine's memory."""
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    reader = LLMDataDist(LLMRole.DECODER, 9)
-    reader.init(config.generate_options())
+    reader, blocks = Reader(9), [block for _, numbers in offer.groups for block in numbers]
+    rows = rows_of(offer.layout, pages_of(offer.layout, blocks), 0, offer.layout.heads)
     try:
-        endpoint = offer.ranks[0]
-        info = LLMClusterInfo()
-        info.remote_cluster_id = endpoint.cluster_id
-        info.append_local_ip_info("127.0.0.1", 0)
-        info.append_remote_ip_info(endpoint.host, endpoint.port)
-        reader.link_clusters([info], 5_000)
-        grant = reader.cache_manager.claim_grant(endpoint.cluster_id, token)
-        blocks = [block for _, numbers in offer.groups for block in numbers]
-        rows = rows_of(offer.layout, pages_of(offer.layout, blocks), 0, offer.layout.heads)
-        arrays = [np.zeros((len(rows), offer.layout.row_bytes), np.int8) for _ in offer.layout.places]
-        desc = CacheDesc(len(arrays), list(arrays[0].shape), DataType.DT_INT8)
-        cache = reader.cache_manager.register_blocks_cache(desc, [each.ctypes.data for each in arrays])
-        there: Any = rows
-        here: Any = np.arange(len(rows))
-        reader.cache_manager.pull_blocks(BlocksCacheKey(grant.cluster_id), cache, there, here, grant=grant)
+        grant = reader.claim(offer.ranks[0], token)
+        read = [each.tobytes() for each in reader.pull(offer, grant)]
         memory = [view[rows].tobytes() for view in tensor_views(ours()._worker._cache)]  # noqa: SLF001
         grant.release()
     finally:
-        reader.finalize()
-    return [each.tobytes() for each in arrays], memory
+        reader.datadist.finalize()
+    return read, memory
 
 
 def test_a_request_is_offered_to_readers_of_both(prefill: LLM) -> None:

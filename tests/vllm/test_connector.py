@@ -8,7 +8,6 @@ two decode servers of either failure policy, and a decode server that zeroes wha
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 import time
@@ -23,11 +22,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from five_cases import BLOCKS, NEW, answer, five_cases, offer_of, prompts
 from model import build
 from servers import CONNECTORS, Connector, Server, Servers
-from tests.vllm.odd import odd_params
 from tests.vllm.restarts import blocks_are_free_within, references
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -107,38 +105,6 @@ def test_five_references_good_and_bad(scene: Scene, policy: str) -> None:
     assert [row.verdict for row in rows] == ["ok", bad, bad, bad, "ok"], rows
     # The reference of the case with two of them that was not used is kept until its lease ends: 30 s.
     blocks_are_free_within(scene.prefill, 45)
-
-
-CHANGES: dict[str, Callable[[str], Any]] = {
-    "version": lambda text: "1" + text[1:],
-    "key": lambda text: text[:2] + "0" * 16 + text[18:],
-    "payload": lambda text: text[:40] + text[41:42] + text[40:41] + text[42:],
-    "signature": lambda text: text[:-1] + ("0" if text[-1] != "0" else "1"),
-    "shorter": lambda text: text[:-1],
-    "none": lambda _: None,
-    "junk": lambda _: {"version": 1, "ranks": []},
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_reference_in_which_anything_was_changed_is_refused_before_it_is_used(scene: Scene, change: str) -> None:
-    prompt = scene.asked[4]
-    params = offer_of(scene.prefill, prompt)
-    changed = params | {"datadist": CHANGES[change](params["datadist"])}
-    status, content, _ = answer(scene.failing, prompt, kv_transfer_params=changed)
-    assert status == 500, content
-    status, _, choice = answer(scene.failing, prompt, kv_transfer_params=params)
-    assert (status, choice["token_ids"]) == (200, scene.expected[4]), "the true one is still good"
-
-
-def test_two_hundred_odd_requests_end_no_engine(scene: Scene) -> None:
-    source, prompt = random.Random(7), scene.asked[0]
-    true = offer_of(scene.prefill, scene.asked[4])
-    for number in range(200):
-        server = (scene.prefill, scene.failing)[number % 2]
-        status, *_ = answer(server, prompt, max_tokens=1, kv_transfer_params=odd_params(source, true))
-        assert status in {200, 400, 500}
-    assert scene.fetched(scene.failing, scene.asked[4]) == (200, scene.expected[4], "length")
 
 
 def test_blocks_of_a_reader_that_dies_are_free_soon(scene: Scene) -> None:
