@@ -440,10 +440,14 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             del self._used[least]
             gone = [each for each in self._spaces.values() if each.ranks == least]
             for space in gone:
-                del self._spaces[space.name]
-            self._cleared += len(gone)
+                self._forget(space)
         for space in gone:
             self._manager.deallocate_blocks_cache(space.cache)
+
+    def _forget(self, space: _Space) -> None:
+        """Under the lock."""
+        del self._spaces[space.name]
+        self._cleared += 1
 
     def _on_clear(self, question: PeerQuestion) -> None:
         asked = _body(messages.Clear, question, "push")
