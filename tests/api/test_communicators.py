@@ -428,9 +428,9 @@ def test_an_exception_in_the_middle_of_link_costs_no_later_link(end: LocalEnd) -
     """One that no call holds back: of ``PyThreadState_SetAsyncExc``, or for want of memory."""
 
     def fail_inside(frame: FrameType, event: str, _: object) -> None:
-        if frame.f_back is not None and frame.f_back.f_code.co_qualname == "Communicators._enter":
+        if frame.f_code.co_qualname == "Communicator.__init__":
             sys.settrace(None)
-            raise MemoryError("inside of what _enter calls")
+            raise MemoryError("inside of what open calls")
 
     end.start("MIX", 2)
     arguments = (free_name(), {1: 0, 2: 1}, ranks.table(host(0), host(0)))
