@@ -45,9 +45,8 @@ def _pool(probe: Probe, _: list[Link], undo: ExitStack) -> None:
 def _registry(probe: Probe, _: list[Link], undo: ExitStack) -> None:
     registry, end = probe.engine.store.registry, threading.Event()
     _hold(lock_of(registry), "the registry's lock", undo)
-    _replace(
-        registry, "lookup", lambda move: lambda *args: (end.wait(), move(*args))[1], undo
-    )  # which needs no lock where a cache can be found
+    for name in ("lookup", "entry_of"):  # which need no lock where a cache can be found
+        _replace(registry, name, lambda move: lambda *args: (end.wait(), move(*args))[1], undo)
     undo.callback(end.set)
 
 
@@ -113,8 +112,9 @@ class _Kept:
 def _replace(
     owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
 ) -> None:
-    setattr(owner, name, make(getattr(owner, name)))
-    undo.callback(delattr, owner, name)
+    before = getattr(owner, name)
+    undo.callback(setattr, owner, name, before) if name in vars(owner) else undo.callback(delattr, owner, name)
+    setattr(owner, name, make(before))
 
 
 def _hold(lock: threading.Lock, name: str, undo: ExitStack) -> None:

@@ -82,11 +82,11 @@ struct WriteIntents : rl::test_suite<WriteIntents, 3> {
 
     void write(int slot, int guard) {
         if (!kept(3) && !current(guard)) return;
-        // _announced (_transfer/initiator.py): `with _announce(link, op, remote) or nullcontext():`
+        // _announced (_transfer/initiator.py): `with intent or nullcontext():`
         if (!announce(slot, guard)) return;
         // execute_plan (_native.cpp): `if (guards && !guards->unchanged()) return changed_before;`
         if (!kept(3) || current(guard)) bytes[slot][guard]($) = 1;
-        // _announced (_transfer/initiator.py): `with _announce(link, op, remote) or nullcontext():`
+        // _announced (_transfer/initiator.py): `with intent or nullcontext():`
         retract(slot);
     }
 

@@ -107,13 +107,21 @@ class Lifecycle:
     state: CacheState = CacheState.LIVE
     _history: deque[tuple[Event, int, int, CacheState]] = field(default_factory=partial(deque, maxlen=16))
 
+    def require(self, event: Event) -> frozenset[CacheState]:
+        """Return the states after ``event``; StateError, with the history, if it is illegal."""
+        if (targets := TRANSITIONS.get((self.state, event))) is None:
+            raise StateError(f"{self.name}: {event.value} is illegal when {self.state.value}; story: {self.story()}")
+        return targets
+
     def transition(self, event: Event, *, owner: bool, keys: int, pins: int) -> CacheState:
-        """Enter the state that the references imply. StateError, with the history, if the table lacks it."""
-        targets, state = TRANSITIONS.get((self.state, event)), self.state.value
+        """Enter the state that the references imply."""
+        targets = self.require(event)
         target = _L if owner else _D if keys else _P if pins else _F
-        if targets is None or target not in targets:
-            wrong = f"cannot lead from {state} to {target.value}" if targets else f"is illegal when {state}"
-            raise StateError(f"{self.name}: {event.value} {wrong}; story: {self.story()}")
+        if target not in targets:
+            raise StateError(
+                f"{self.name}: {event.value} cannot lead from {self.state.value} to {target.value}; "
+                f"story: {self.story()}"
+            )
         self.state = target
         self._history.append((event, keys, pins, target))  # formatted only for an error
         return target
@@ -377,6 +385,7 @@ class Registry:
             if held >= MAX_PINS_PER_PEER:
                 text = f"peer holds {MAX_PINS_PER_PEER} unreleased pins: no more until it releases some"
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
+            entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
             self._next_pin += not pin_id
             self._pins[peer, pin.pin_id] = pin
@@ -525,6 +534,7 @@ class Registry:
 
     def _withdraw(self, entry: Entry, effects: Effects) -> None:
         """Drop owner and keys, so readers fail; the last user frees the memory."""
+        entry.life.require(Event.WITHDRAW)
         entry.owner = False
         for binding in entry.bindings.values():
             del self._keys[binding.key]
