@@ -134,8 +134,7 @@ class Status:
 class LLMException(RuntimeError):
     """Root of this library's exceptions.
 
-    Raised by hand, its status is ``LLM_SUCCESS`` (interface R29); the library never raises that. The constructor also
-    takes the attributes of its class by name, with their defaults there.
+    Raised by hand, its status is ``LLM_SUCCESS`` (interface R29); the library never raises that.
 
     Attributes:
         retryable: True if the same call may succeed later.
@@ -149,20 +148,12 @@ class LLMException(RuntimeError):
     retryable = False
 
     def __init__(
-        self,
-        *args: object,
-        status_code: LLMStatusCode | None = None,
-        peer: int | None = None,
-        phase: str | None = None,
-        **attributes: object,
+        self, *args: object, status_code: LLMStatusCode | None = None, peer: int | None = None, phase: str | None = None
     ) -> None:
         super().__init__(*args)
-        if unknown := [name for name in attributes if not hasattr(type(self), name)]:
-            raise TypeError(f"{type(self).__name__} has no attribute {', '.join(unknown)}")
         self._status_code = self.default_status if status_code is None else status_code
         self.peer = peer
         self.phase = phase
-        vars(self).update(attributes)
 
     @property
     def status_code(self) -> LLMStatusCode:
@@ -211,11 +202,22 @@ class OutOfMemory(LLMException, MemoryError):
     default_status = LLMStatusCode.LLM_OUT_OF_MEMORY
     retryable = True
 
-    pool: str = ""
-    requested: int = 0
-    free: int = 0
-    largest_hole: int = 0
-    quarantined: int = 0
+    def __init__(
+        self,
+        *args: object,
+        pool: str = "",
+        requested: int = 0,
+        free: int = 0,
+        largest_hole: int = 0,
+        quarantined: int = 0,
+        status_code: LLMStatusCode | None = None,
+    ) -> None:
+        super().__init__(*args, status_code=status_code)
+        self.pool = pool
+        self.requested = requested
+        self.free = free
+        self.largest_hole = largest_hole
+        self.quarantined = quarantined
 
 
 class CacheError(LLMException):
@@ -297,16 +299,22 @@ class DeviceError(TransferFailed):
 
     Attributes:
         code: The driver's error code; -1 if a copy does not end.
+        unfinished: True if the copy may still run; its memory then stays in use.
     """
 
     retryable = False
 
-    code: int = 0
-
-    @property
-    def unfinished(self) -> bool:
-        """True if the copy may still run; its memory then stays in use."""
-        return self.code == _UNFINISHED
+    def __init__(
+        self,
+        *args: object,
+        code: int = 0,
+        peer: int | None = None,
+        phase: str | None = None,
+        status_code: LLMStatusCode | None = None,
+    ) -> None:
+        super().__init__(*args, status_code=status_code, peer=peer, phase=phase)
+        self.code = code
+        self.unfinished = code == _UNFINISHED
 
 
 class TransferAborted(TransferFailed):
@@ -325,12 +333,26 @@ class ChecksumMismatch(TransferFailed):
         remote_tensor, remote_block: Numbers at the peer.
     """
 
-    cache_id: int = -1
-    tensors: int = 0
-    local_tensor: int = -1
-    local_block: int = -1
-    remote_tensor: int = -1
-    remote_block: int = -1
+    def __init__(
+        self,
+        *args: object,
+        cache_id: int = -1,
+        tensors: int = 0,
+        local_tensor: int = -1,
+        local_block: int = -1,
+        remote_tensor: int = -1,
+        remote_block: int = -1,
+        peer: int | None = None,
+        phase: str | None = None,
+        status_code: LLMStatusCode | None = None,
+    ) -> None:
+        super().__init__(*args, status_code=status_code, peer=peer, phase=phase)
+        self.cache_id = cache_id
+        self.tensors = tensors
+        self.local_tensor = local_tensor
+        self.local_block = local_block
+        self.remote_tensor = remote_tensor
+        self.remote_block = remote_block
 
 
 class DeadlineExceeded(LLMException, TimeoutError):
@@ -343,8 +365,18 @@ class DeadlineExceeded(LLMException, TimeoutError):
     default_status = LLMStatusCode.LLM_TIMEOUT
     retryable = True
 
-    budget_ms: float = 0.0
-    elapsed_ms: float = 0.0
+    def __init__(
+        self,
+        *args: object,
+        phase: str | None = None,
+        budget_ms: float = 0.0,
+        elapsed_ms: float = 0.0,
+        peer: int | None = None,
+        status_code: LLMStatusCode | None = None,
+    ) -> None:
+        super().__init__(*args, status_code=status_code, peer=peer, phase=phase)
+        self.budget_ms = budget_ms
+        self.elapsed_ms = elapsed_ms
 
 
 class ProtocolError(LLMException):
