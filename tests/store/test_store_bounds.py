@@ -15,7 +15,7 @@ from llm_datadist.store import StoreClient, StoreOptions, StoreServer, messages
 from llm_datadist.store.events import KEY_BYTES, EventLog
 from llm_datadist.store.savers import Savers
 from llm_datadist.store.slots import SLOT_BYTES, Slots
-from llm_datadist.types.question import PeerQuestion
+from llm_datadist.types.question import Asker, PeerQuestion
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.ends import Call
@@ -292,7 +292,7 @@ class Crowd:
             else:
                 self.done.append(client)
 
-        question = PeerQuestion((client, "incarnation", origin, "", frozenset()), b"", 1000, send)
+        question = PeerQuestion(Asker(client, "incarnation", origin, "", frozenset()), b"", 1000, send)
         self.savers.submit(question, job)
 
     def stand_still(self) -> bytes:
@@ -350,7 +350,7 @@ def test_a_thread_goes_on_whose_refusal_raises(crowd: Crowd, caplog: pytest.LogC
         raise MemoryError
 
     for client in range(16):
-        crowd.savers.submit(PeerQuestion((client, "x", "one", "", frozenset()), b"", 1, send), lambda: b"")
+        crowd.savers.submit(PeerQuestion(Asker(client, "x", "one", "", frozenset()), b"", 1, send), lambda: b"")
     wait_until(lambda: not crowd.savers.waiting())
     crowd.ask(1, "one", lambda: b"")
     wait_until(lambda: 1 in crowd.done)
