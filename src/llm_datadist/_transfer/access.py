@@ -11,7 +11,7 @@ from llm_datadist._links.versions import GRANTED_ONLY
 from llm_datadist._policy import Permissions
 from llm_datadist.config import GRANTED_READS, PEER_POLICY
 from llm_datadist.errors import AuthFailed, CacheNotFound, LinkRefused, ParamError
-from llm_datadist.types.question import RIGHTS
+from llm_datadist.types.question import RIGHTS, Asker
 
 if TYPE_CHECKING:
     from llm_datadist._cache.registry import Binding, Entry, Key
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
     from llm_datadist._native import LentBlocks, Plan
     from llm_datadist._policy import PeerPolicy
-    from llm_datadist.types.question import Asker
 
 _NOTHING: Final = Permissions()
 _ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=True, ask=True)
@@ -75,7 +74,7 @@ class AccessPolicy:
         """Return who asks a question over a link."""
         peer, may = link.peer, self._may(link)
         rights = frozenset(right for right in RIGHTS if getattr(may, right))
-        return peer.cluster_id, peer.incarnation.hex(), link.origin.behind, may.tenant, rights
+        return Asker(peer.cluster_id, peer.incarnation.hex(), link.origin.behind, may.tenant, rights)
 
     def require_lent(self, link: object, entry: Entry, *, push: bool) -> None:
         """If a cache is read under grants only, refuse a push, and a peer that does not know such caches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import check_rule
 from llm_datadist._native.public_call import OfProcess, public_calls
@@ -19,8 +19,14 @@ RIGHTS: Final = ("pull", "push", "locate", "consume")
 """Rights for :meth:`PeerQuestion.may`."""
 
 
-#: Peer that asks a question: cluster id, incarnation, origin, tenant and rights.
-Asker = tuple[int, str, str, str, frozenset[str]]
+class Asker(NamedTuple):
+    """Peer that asks a question; the names are those of :class:`PeerQuestion`."""
+
+    cluster_id: int
+    incarnation: str
+    origin: str
+    tenant: str
+    rights: frozenset[str]
 
 
 @public_calls(here=("may",), plain=("answer_by",))  # user code runs in it, which then answers
