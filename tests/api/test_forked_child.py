@@ -63,7 +63,6 @@ _WITH: Final = ("__exit__",)
 #: Members of other classes that read values, and why the last does not need a check.
 VALUES: Final = {
     *(f"Grant.{name}" for name in ("blocks", "to_bytes")),
-    *(f"Cache.{name}" for name in ("cache_id", "is_blocks_cache")),
     "PeerQuestion.answer_by",  # runs the user's function, then answers by answer or refuse
     *(f"{kind}.{name}" for kind in ("StoreClient", "StoreServer") for name in _WITH),  # the end of the block closes
 }
