@@ -27,7 +27,7 @@ from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import DeviceMemory, readable
 from llm_datadist._transport.choose import Choice, Verdict, choose, yield_to
-from llm_datadist._transport.registry import ORDER
+from llm_datadist._transport.registry import transports_for
 from llm_datadist._transport.samehost import listener, peer_memory, rendezvous
 from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
 from llm_datadist._transport.samehost.peer_memory import PeerMemory
@@ -473,7 +473,7 @@ def chosen_of(judged: dict[str, Verdict], forced: str | None) -> Choice:
     return choose(CANDIDATES, lambda each: judged[each.name], forced)
 
 
-CANDIDATES = [object.__new__(kind) for kind in ORDER]
+CANDIDATES = [object.__new__(kind) for kind in transports_for("nixl")]
 TOLD_NOTHING = "the peer lets this side into none of its memory"
 
 

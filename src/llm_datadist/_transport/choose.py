@@ -44,10 +44,11 @@ class Choice:
 
 def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | None:
     """Return the transport that either side asks for, if any; it binds both. Raises LinkRefused."""
-    if theirs is not None and theirs not in known:
-        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(known)}")
     if mine is not None and theirs is not None and mine != theirs:
         raise LinkRefused(f"llm.Transport differs: {theirs} at the peer, {mine} here")
+    if theirs is not None and theirs not in known:
+        rule = f"this side has {', '.join(known)}, and imports no other for a peer: set llm.Transport here too"
+        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; {rule}")
     return mine or theirs
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
-from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, RegionDescriptor
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import (
     CHANGED_BEFORE,
@@ -37,7 +37,7 @@ from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -430,9 +430,8 @@ class Connection(AbstractContextManager["Connection"]):
 class ServedConnection(Connection):
     """Connection to an owner that takes part in every transfer (``remote_guards``)."""
 
-    def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
-        self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._ranges[NON_POOL] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
+    def __init__(self, *, writable: bool) -> None:
+        self._ranges = {NON_POOL: AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)}
         super().__init__()
 
     def _guards(self) -> AddressRange:
