@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm_datadist.testing import Handles, LocalPeer, MemoryHandler, Peer, TransportConformance
-from llm_datadist.transport import Context
 from tests.conformance.toy import ToyConnection, ToyServer, ToyTransport
 
 
