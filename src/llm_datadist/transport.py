@@ -44,9 +44,7 @@ from llm_datadist._transport.moves import (
     MoveReply,
     MoveRequest,
     answer,
-    gather,
     refusal,
-    scatter,
     status_of,
 )
 from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
@@ -85,10 +83,8 @@ __all__ = [
     "answer",
     "encode_request",
     "execute",
-    "gather",
     "move_mapped",
     "refusal",
-    "scatter",
     "split_plan",
     "status_of",
 ]

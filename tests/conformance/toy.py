@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from llm_datadist.errors import DeadlineExceeded, LLMException, ParamError, ProtocolError
 from llm_datadist.transport import (
     CHANGED,
+    NO_DEADLINE,
     TORN,
     Capabilities,
     Connection,
@@ -17,14 +18,14 @@ from llm_datadist.transport import (
     Meeting,
     Plan,
     ServedConnection,
+    Tensors,
     Transfer,
     Transport,
     Verdict,
     answer,
     encode_request,
-    gather,
+    execute,
     refusal,
-    scatter,
     split_plan,
     status_of,
 )
@@ -132,3 +133,28 @@ class ToyConnection(ServedConnection):
 
     def _release(self) -> None:
         pass  # it owns nothing
+
+
+def gather(plan: Plan, source: Tensors) -> bytes:
+    """Return the bytes that a plan reads, in its order."""
+    buffer = np.empty(plan.nbytes, np.uint8)
+    packed, tensors = in_order(plan, buffer, 0)
+    execute(packed, tensors.native, source.native, None, NO_DEADLINE)
+    return buffer.tobytes()
+
+
+def scatter(plan: Plan, data: bytes, destination: Tensors) -> None:
+    """Write the bytes of :func:`gather` to a plan's destination."""
+    if len(data) != plan.nbytes:
+        raise ProtocolError(f"toy: {len(data)} bytes came for a plan of {plan.nbytes}")
+    packed, tensors = in_order(plan, np.frombuffer(data, np.uint8), 1)
+    execute(packed, destination.native, tensors.native, None, NO_DEADLINE)
+
+
+def in_order(plan: Plan, buffer: NDArray[np.uint8], side: int) -> tuple[Plan, Tensors]:
+    """Return a plan of which one side, 0 the destination or 1 the source, is a buffer with its bytes in order."""
+    runs, extent = plan.runs.copy(), plan.nbytes // max(1, plan.count)
+    runs[:, side] = np.cumsum(runs[:, 2]) - runs[:, 2]
+    bases = np.arange(plan.count, dtype=np.uint64) * np.uint64(extent) + np.uint64(buffer.ctypes.data)
+    firsts = {"src_first": 0} if side else {"dst_first": 0}
+    return plan.replace(runs=runs, **firsts), Tensors(bases, extent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from llm_datadist.errors import LinkRefused, ParamError
+from llm_datadist.errors import LinkRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,10 +53,8 @@ def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | N
 
 
 def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str | None) -> Choice:
-    """Return the first usable candidate (best first), or the forced one. Raises LinkRefused."""
+    """Return the first usable candidate (best first), or the ``forced`` one, a candidate. Raises LinkRefused."""
     known = {each.name: each for each in candidates}
-    if forced is not None and forced not in known:
-        raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(known)}")
     against: list[str] = []
     automatic = [each for each in candidates if each.capabilities.shared_regions]
     for each in automatic if forced is None else [known[forced]]:

@@ -320,38 +320,15 @@ class Connection(AbstractContextManager["Connection"]):
             return None
         return self.intent_writer.announce(slot, deadline, reading=not write)
 
-    def read(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        guards: GuardSet | None = None,
-    ) -> int:
-        """Move ``plan`` from ``remote`` tensors to ``local`` ones; return its bytes.
-
-        ``guards`` are compared before the first byte and after the last; none with ``remote_guards``: the owner does.
-        Nothing has moved after ParamError (``remote`` is of another connection, or the plan leaves a tensor) or after
-        MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded, TransferFailed, TransferAborted or
-        LinkError (the connection is closed, or the peer has ended) the destination is undefined.
-        """
-        return self.move(Transfer(plan, local, remote, pool, deadline, False, guards))
-
-    def write(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        guards: GuardSet | None = None,
-    ) -> int:
-        """Move ``plan`` the other way, as :meth:`read`. ParamError also means: ``remote`` was mapped for reading."""
-        return self.move(Transfer(plan, local, remote, pool, deadline, True, guards))
-
     def move(self, transfer: Transfer) -> int:
-        """:meth:`read` or :meth:`write`."""
+        """Move a plan from the remote tensors to the local ones, or back; return its bytes.
+
+        The guards are compared before the first byte and after the last; with ``remote_guards`` the owner does that.
+        Nothing has moved after ParamError (the remote tensors are of another connection, or were mapped for reading; or
+        the plan leaves a tensor) or after MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded,
+        TransferFailed, TransferAborted or LinkError (the connection is closed, or the peer has ended) the destination
+        is undefined.
+        """
         if transfer.remote.connection is not self:
             text = f"{transfer.what}: the remote tensors were mapped by another connection; map them with this one"
             raise ParamError(text)

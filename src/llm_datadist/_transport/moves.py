@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import numpy as np
-
 from llm_datadist import _native
 from llm_datadist._checks import clean
-from llm_datadist._native import MAX_REQUEST_RUNS, NO_DEADLINE, Tensors, check_plan, execute, load_generation
+from llm_datadist._native import MAX_REQUEST_RUNS, check_plan, load_generation
 from llm_datadist._native.lane_engine import CHANGED
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import (
@@ -25,9 +23,7 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from llm_datadist._native import LentBlocks, Plan
+    from llm_datadist._native import LentBlocks, Plan, Tensors
 
 ONE_REQUEST_BYTES: Final = 1 << 20
 """Measured: a transfer of at most so many bytes gains nothing from a second socket."""
@@ -116,27 +112,3 @@ def refusal(code: int, text: str, progress: str, *, untouched: bool) -> LLMExcep
         return MemoryChanged(text, status_code=status, phase="copy")
     kind = CacheMismatch if status is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
     return kind(text, status_code=status, phase="copy")
-
-
-def gather(plan: Plan, source: Tensors) -> bytes:
-    """Return the bytes that a plan reads from ``source``, in the plan's order, for transports that send them."""
-    buffer = np.empty(plan.nbytes, np.uint8)
-    runs, packed = _in_order(plan, buffer, 0)
-    execute(plan.replace(dst_first=0, runs=runs), packed.native, source.native, None, NO_DEADLINE)
-    return buffer.tobytes()
-
-
-def scatter(plan: Plan, data: bytes, destination: Tensors) -> None:
-    """Write the bytes of :func:`gather` to a plan's destination. Raises ProtocolError for another number of bytes."""
-    if len(data) != plan.nbytes:
-        raise ProtocolError(f"{len(data)} bytes came for a plan of {plan.nbytes}")
-    runs, packed = _in_order(plan, np.frombuffer(data, np.uint8), 1)
-    execute(plan.replace(src_first=0, runs=runs), destination.native, packed.native, None, NO_DEADLINE)
-
-
-def _in_order(plan: Plan, buffer: NDArray[np.uint8], side: int) -> tuple[NDArray[np.uint64], Tensors]:
-    """Return runs whose offsets of one ``side`` follow each other, and the tensors of a buffer with these bytes."""
-    runs, extent = plan.runs.copy(), plan.nbytes // max(1, plan.count)
-    runs[:, side] = np.cumsum(runs[:, 2]) - runs[:, 2]
-    bases = np.arange(plan.count, dtype=np.uint64) * np.uint64(extent) + np.uint64(buffer.ctypes.data)
-    return runs, Tensors(bases, extent)
