@@ -8,83 +8,52 @@ Names with an underscore that these classes have for subclasses to override (``C
 are part of it.
 """
 
-from __future__ import annotations
-
-from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import NON_POOL
+from llm_datadist._deadline import Deadline as Deadline
+from llm_datadist._memory.exports import NON_POOL as NON_POOL
 from llm_datadist._native import (
-    MAPPED,
-    NO_DEADLINE,
-    USER,
-    Place,
-    Plan,
-    Tensors,
-    encode_request,
-    execute,
+    MAPPED as MAPPED,
+    NO_DEADLINE as NO_DEADLINE,
+    USER as USER,
+    Place as Place,
+    Plan as Plan,
+    Tensors as Tensors,
+    encode_request as encode_request,
+    execute as execute,
 )
-from llm_datadist._native.lane_engine import CHANGED, TORN
-from llm_datadist._native.plan import split_plan
-from llm_datadist._transport.choose import Choice, Verdict
+from llm_datadist._native.lane_engine import (
+    CHANGED as CHANGED,
+    TORN as TORN,
+)
+from llm_datadist._native.plan import split_plan as split_plan
+from llm_datadist._transport.choose import (
+    Choice as Choice,
+    Verdict as Verdict,
+)
 from llm_datadist._transport.connection import (
-    AddressRange,
-    Capabilities,
-    Connection,
-    MemoryChanged,
-    MemoryTorn,
-    PeerServer,
-    RemoteTensors,
-    ServedConnection,
-    Transfer,
-    Usage,
-    Watch,
-    move_mapped,
+    AddressRange as AddressRange,
+    Capabilities as Capabilities,
+    Connection as Connection,
+    MemoryChanged as MemoryChanged,
+    MemoryTorn as MemoryTorn,
+    PeerServer as PeerServer,
+    RemoteTensors as RemoteTensors,
+    ServedConnection as ServedConnection,
+    Transfer as Transfer,
+    Usage as Usage,
+    Watch as Watch,
+    move_mapped as move_mapped,
 )
 from llm_datadist._transport.moves import (
-    MoveOwner,
-    MoveReply,
-    MoveRequest,
-    answer,
-    refusal,
-    status_of,
+    MoveOwner as MoveOwner,
+    MoveReply as MoveReply,
+    MoveRequest as MoveRequest,
+    answer as answer,
+    refusal as refusal,
+    status_of as status_of,
 )
-from llm_datadist._transport.transport import Context, Meeting, Transport, Wire
-
-__all__ = [
-    "CHANGED",
-    "MAPPED",
-    "NON_POOL",
-    "NO_DEADLINE",
-    "TORN",
-    "USER",
-    "AddressRange",
-    "Capabilities",
-    "Choice",
-    "Connection",
-    "Context",
-    "Deadline",
-    "Meeting",
-    "MemoryChanged",
-    "MemoryTorn",
-    "MoveOwner",
-    "MoveReply",
-    "MoveRequest",
-    "PeerServer",
-    "Place",
-    "Plan",
-    "RemoteTensors",
-    "ServedConnection",
-    "Tensors",
-    "Transfer",
-    "Transport",
-    "Usage",
-    "Verdict",
-    "Watch",
-    "Wire",
-    "answer",
-    "encode_request",
-    "execute",
-    "move_mapped",
-    "refusal",
-    "split_plan",
-    "status_of",
-]
+from llm_datadist._transport.transport import (
+    Context as Context,
+    Meeting as Meeting,
+    Transport as Transport,
+    Wire as Wire,
+)

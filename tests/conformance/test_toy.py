@@ -21,10 +21,12 @@ class ToyPeer(LocalPeer):
         context: Any = SimpleNamespace(owner=self._handler, wire=self)
         self._toy = ToyTransport(context)
         self._server = ToyServer(self._toy)
-        self.hold = self._handler.hold
 
     def connect(self) -> SuiteConnection:
         return SuiteConnection(self._toy, writable=self._writable)
+
+    def hold(self, slot: int, generation: int) -> None:
+        self._handler.hold(slot, generation)
 
     def ask(self, link: object, data: bytes, deadline: object) -> bytes:
         answers: list[bytes] = []

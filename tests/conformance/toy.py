@@ -156,5 +156,5 @@ def in_order(plan: Plan, buffer: NDArray[np.uint8], side: int) -> tuple[Plan, Te
     runs, extent = plan.runs.copy(), plan.nbytes // max(1, plan.count)
     runs[:, side] = np.cumsum(runs[:, 2]) - runs[:, 2]
     bases = np.arange(plan.count, dtype=np.uint64) * np.uint64(extent) + np.uint64(buffer.ctypes.data)
-    firsts = {"src_first": 0} if side else {"dst_first": 0}
-    return plan.replace(runs=runs, **firsts), Tensors(bases, extent)
+    packed = plan.replace(src_first=0, runs=runs) if side else plan.replace(dst_first=0, runs=runs)
+    return packed, Tensors(bases, extent)

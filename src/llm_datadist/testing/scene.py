@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -245,21 +246,14 @@ def pull(
     deadline: Deadline,
     guards: GuardSet | None = None,
     pool: CopyPool | None = None,
+    *,
+    write: bool = False,
 ) -> int:
     """Move ``plan`` from remote tensors to local ones, by the connection that mapped them; return its bytes."""
-    return remote.connection.move(Transfer(plan, local, remote, pool, deadline, False, guards))
+    return remote.connection.move(Transfer(plan, local, remote, pool, deadline, write, guards))
 
 
-def push(
-    plan: Plan,
-    local: Tensors,
-    remote: RemoteTensors,
-    deadline: Deadline,
-    guards: GuardSet | None = None,
-    pool: CopyPool | None = None,
-) -> int:
-    """Move ``plan`` from local tensors to remote ones, as :func:`pull`."""
-    return remote.connection.move(Transfer(plan, local, remote, pool, deadline, True, guards))
+push = partial(pull, write=True)
 
 
 def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
