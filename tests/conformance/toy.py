@@ -50,7 +50,7 @@ class ToyTransport(Transport):
 
     def judge(self, meeting: Meeting) -> Verdict:
         spoken = meeting.theirs.get(self.name) == b"version 1"
-        return Verdict(spoken, "toys on both sides" if spoken else "the peer has another toy")
+        return Verdict(spoken, "toys on both sides" if spoken else "the peer has no toy of this version")
 
     def connect(self, meeting: Meeting) -> Connection:
         return ToyConnection(self, writable=meeting.exports.writable)

@@ -27,7 +27,7 @@ from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request, usable_cpus
 from llm_datadist._native.plan import split_plan
-from llm_datadist._transport.connection import Connection, MemoryChanged
+from llm_datadist._transport.connection import Connection, MemoryChanged, Transfer
 from llm_datadist._transport.moves import MoveReply, MoveRequest, decode_request
 from llm_datadist._transport.tcp import lanes as transport
 from llm_datadist._transport.tcp.connection import TcpConnection
@@ -154,8 +154,8 @@ class Handler:
 def move(connection: Connection, data: twin.Bytes, *, write: bool = False, ordered: bool = False) -> int:
     """Read one run into ``data``, or write it."""
     remote = connection.map(np.array([NON_POOL], np.uint32), np.array([64], np.uint64), data.size, writable=True)
-    verb = connection.write if write else connection.read
-    return verb(one_row(data.size).replace(ordered=ordered), tensors_over(data), remote, None, Deadline(20_000))
+    plan = one_row(data.size).replace(ordered=ordered)
+    return connection.move(Transfer(plan, tensors_over(data), remote, None, Deadline(20_000), write))
 
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:

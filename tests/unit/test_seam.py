@@ -20,7 +20,8 @@ from tests.support.world import make_config
 
 ROOT = Path(llm_datadist.__file__).parent
 #: Where transports may be named: their package, the options, the tools. Docstrings are documentation.
-PLACES = {"_transport", "config.py", "_option_kinds.py", "bench", "cli", "demo", "doctor", "testing", "integrations"}
+PLACES = {"_transport", "transport.py", "config.py", "_option_kinds.py"}
+PLACES |= {"bench", "cli", "demo", "doctor", "testing", "integrations"}
 NAMES = {*_option_kinds.TRANSPORTS[1:]}
 LANES = {"lane", "lanes"}  # what tcp has, and the native engine that is its own
 

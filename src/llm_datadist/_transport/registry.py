@@ -56,13 +56,12 @@ def imported(name: str) -> type[Transport]:
     values = ", ".join(each.value for each in found)
     if len(found) == 1 and name != DEVICE:
         try:
-            kind = found[0].load()
-            if not issubclass(kind, Transport) or not kind.name == kind.capabilities.name == name:
-                raise TypeError(f"it is not a Transport whose name is {name!r}, and that of its capabilities")
+            kind: type[object] = found[0].load()
+            if issubclass(kind, Transport) and kind.name == kind.capabilities.name == name:
+                return kind
+            why = f"{values} is not a Transport of that name, which its capabilities have too"
         except Exception as error:  # noqa: BLE001 (code of another package may raise anything)
             why = f"{values}: {type(error).__name__}: {error}"
-        else:
-            return kind
     elif found:
         why = f"the name is taken, or declared by several packages: {values}"
     else:

@@ -59,8 +59,8 @@ class Context:
 class Transport(Candidate):
     """One way of moving bytes; one object for each LLMDataDist.
 
-    A subclass has a ``name``, the value of ``llm.Transport``, and the ``capabilities`` of its connections, which have the
-    same name.
+    A subclass has a ``name``, the value of ``llm.Transport``, and the ``capabilities`` of its connections, with that
+    name too.
 
     Owns: what its connections share, until :meth:`close`.
     Threads: methods with a ``meeting`` run in the caller's thread (dialer) or the control thread (listener).

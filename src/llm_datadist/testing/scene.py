@@ -253,7 +253,7 @@ def pull(
     return remote.connection.move(Transfer(plan, local, remote, pool, deadline, write, guards))
 
 
-push = partial(pull, write=True)
+push: Callable[..., int] = partial(pull, write=True)
 
 
 def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
