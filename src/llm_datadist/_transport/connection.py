@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
+from llm_datadist._deadline import Deadline  # noqa: TC001 (the reference resolves what Transfer names)
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import (
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter
     from llm_datadist._native._native import TensorList
     from llm_datadist.errors import DeadlineExceeded, LLMException
@@ -212,7 +212,7 @@ class Connection(AbstractContextManager["Connection"]):
     """Access to one peer's memory over one transport, for reads and writes.
 
     Owns: mappings and descriptors. After :meth:`close` the last running call frees them, so a lost link never unmaps
-        memory during a copy.
+    memory during a copy.
     Threads: any, concurrently.
     Errors: in a forked child calls raise StateError; close drops only its references.
     """
