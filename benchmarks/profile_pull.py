@@ -26,6 +26,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._native import execute, parse_blocks
 from llm_datadist._transfer import arguments
 from llm_datadist._transfer.calls import BlocksTransfer, _Awaiting
+from llm_datadist._transport.connection import Transfer
 from llm_datadist._transport.samehost.cma import CmaConnection
 from llm_datadist.cache_manager import CacheManager
 
@@ -114,7 +115,7 @@ def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
         "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.operation(1)),
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
-        "    read": lambda: connection.read(plan, ours, remote.tensors, pool, deadline, guards),
+        "    read": lambda: connection.move(Transfer(plan, ours, remote.tensors, pool, deadline, False, guards)),
         "      guards and the copy itself": lambda: copy(plan, *native, pool, deadline.expires_ns, None, guards),
     }
 

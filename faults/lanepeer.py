@@ -1,6 +1,6 @@
 """A peer in a child process that is reached over data lanes; run as a module this file is that child.
 
-What the cache layer would do is reduced to the least: a handle names its tensors by regions and offsets.
+The cache layer's part is that of :class:`llm_datadist.testing.MemoryHandler`.
 """
 
 import asyncio
@@ -9,57 +9,24 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Self
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import NON_POOL, RegionDescriptor
-from llm_datadist._native import USER, Tensors
-from llm_datadist._transport.connection import RemoteTensors
-from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.tcp import lanes as wire
 from llm_datadist._transport.tcp.connection import TcpConnection
-from llm_datadist.errors import LLMException, ParamError
-from llm_datadist.testing.peers import NON_POOL_BYTES, REGION_BYTES, LocalPeer, PeerChild, PeerProcess, child_main
-
-
-class Handles:
-    """A connection whose handles say where the tensors are, for :class:`MemoryHandler` at the other end."""
-
-    def map(self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], extent: int, **how: bool) -> RemoteTensors:
-        handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
-        mapped: RemoteTensors = super().map(regions, offsets, extent, **how)  # type: ignore[misc]
-        return replace(mapped, handle=handle)
+from llm_datadist.errors import LLMException
+from llm_datadist.testing.peers import (
+    Handles,
+    LocalPeer,
+    MemoryHandler,
+    PeerChild,
+    PeerProcess,
+    child_main,
+)
 
 
 class RegionConnection(Handles, TcpConnection):
     """Over data lanes."""
-
-
-class MemoryHandler:
-    def __init__(self, peer: LocalPeer) -> None:
-        self.guards: list[tuple[int, int]] = []
-        self._peer = peer
-
-    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
-        if request.write and not self._peer.exports.writable:
-            raise ParamError("this peer may not be written")
-        regions, offsets = msgspec.msgpack.decode(request.handle, type=tuple[list[int], list[int]])
-        bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
-        place = USER if NON_POOL in regions else self._peer.device.place
-        return MoveReply(Tensors(np.array(bases, np.uint64), request.extent, place=place), self.guards)
-
-    def _base(self, region: int, offset: int, extent: int) -> int:
-        start = self._peer.address(region)
-        offset = offset - start if region == NON_POOL else offset
-        limit = NON_POOL_BYTES if region == NON_POOL else REGION_BYTES[region]
-        if not 0 <= offset <= limit - extent:
-            raise ParamError(f"region {region} has no {extent} bytes at {offset}")
-        return start + offset
 
 
 class OwnerProcess(PeerProcess):
@@ -100,8 +67,7 @@ class LanePeerProcess(OwnerProcess):
 
         group = self.lanes.open(dial(self._count, Deadline(10_000)))
         group.begin(None)
-        regions = [RegionDescriptor(region, size, "", self._writable) for region, size in REGION_BYTES.items()]
-        return RegionConnection(group, regions, writable=self._writable, reconnect=dial)
+        return RegionConnection(group, writable=self._writable, reconnect=dial)
 
     def close(self) -> None:
         self.lanes.close()
@@ -125,7 +91,7 @@ class OwnerChild(PeerChild):
         self._handler = MemoryHandler(self._peer)
 
     def _hold(self, slot: int, generation: int) -> None:
-        self._handler.guards = [(self._peer.exports.guards.address_of(slot), generation)]
+        self._handler.hold(slot, generation)
 
 
 class LaneChild(OwnerChild):

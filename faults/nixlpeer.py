@@ -17,16 +17,15 @@ from functools import partial
 from typing import Final
 from unittest import mock
 
-from faults.lanepeer import Handles, MemoryHandler, OwnerChild, OwnerProcess
+from faults.lanepeer import OwnerChild, OwnerProcess
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
-from llm_datadist._memory.exports import RegionDescriptor
 from llm_datadist._transport.nixl.agent import fabric, usable
 from llm_datadist._transport.nixl.connection import NixlConnection
 from llm_datadist._transport.nixl.worker import NixlWorker
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import LinkError, PeerLost
-from llm_datadist.testing.peers import REGION_BYTES, LocalPeer, child_main
+from llm_datadist.testing.peers import Handles, LocalPeer, MemoryHandler, child_main
 
 _HEAD: Final = struct.Struct(">IQ?")  # bytes of data, number, True for a question
 
@@ -109,9 +108,8 @@ def open_over(sock: socket.socket, peer: LocalPeer, handler: MemoryHandler, *, w
     """Return one end of a connection; what the other end asks is granted by ``handler``."""
     server: list[NixlWorker] = []  # not the connection, which may be forgotten
     wire = SocketWire(sock, lambda data, reply: server[0].on_request(data, reply))  # noqa: PLW0108 (made later)
-    regions = [RegionDescriptor(region, size, "", writable) for region, size in REGION_BYTES.items()]
     context = Context(mock.sentinel.no_options, peer.exports, handler, wire)
-    connection = SocketConnection(context, fabric(), regions, writable=writable)
+    connection = SocketConnection(context, fabric(), writable=writable)
     connection.server.peer_reads = True  # as over RDMA: tests read over TCP too
     server.append(connection.server)
     wire.start()

@@ -33,7 +33,7 @@ howto-moving 450, vllm 1150, store 1700, nixl 650, security 1600, when-it-fails 
 top 400, doctor 650, interface 6100, options 1800, errors 1200, performance 1500, scaling 1400, support 400,
 glossary 730, device 900
 """
-_DEVELOPERS: Final = "architecture 2350, protocol 2920, dependencies 650, coverage 100, development 100"
+_DEVELOPERS: Final = "architecture 2350, protocol 2920, transports 600, dependencies 650, coverage 100, development 100"
 USERS_IN_ALL: Final = 26_000
 #: Entries of the navigation, the one for developers left out.
 ENTRIES: Final = 16

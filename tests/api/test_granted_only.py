@@ -17,6 +17,7 @@ from llm_datadist._links.messages import Guarded, Verify
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan
 from llm_datadist._transfer.handles import Handle, encode_handle
+from llm_datadist._transport.connection import Transfer
 from llm_datadist.errors import CacheMismatch, GrantEnded, LLMException
 from llm_datadist.types.grant import Grant
 from tests.support import moves
@@ -228,8 +229,7 @@ def read_raw(
         runs = np.array([(span[0], span[0], span[1])], np.uint64)
         plan = Plan(0, 0, tensors, runs, ordered=False, nbytes=tensors * span[1])
         try:
-            move = lanes.write if write else lanes.read
-            move(plan, local, remote, None, Deadline(10_000), None)
+            lanes.move(Transfer(plan, local, remote, None, Deadline(10_000), write))
         except LLMException as error:
             return f"{error.status_code.name}: {error}"
     return ""

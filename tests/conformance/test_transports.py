@@ -17,7 +17,7 @@ from llm_datadist._transport.samehost.shm import ShmConnection
 from llm_datadist.errors import LinkError, LinkRefused, ParamError, PeerLost, ProtocolError, TransferFailed
 from llm_datadist.testing import LocalPeer, Peer, PeerProcess, TransportConformance
 from llm_datadist.testing.conformance import ProcessConformance, ServedConformance
-from llm_datadist.testing.scene import one_row, tensors_over, unchanged
+from llm_datadist.testing.scene import one_row, pull, push, tensors_over, unchanged
 from tests.conformance.gpu import GpuLanes, GpuPeer, GpuProcess
 
 
@@ -50,9 +50,9 @@ class TestCma(ProcessConformance):
 
     def test_memory_that_is_not_mapped_there_is_a_failed_transfer(self, connection: Connection) -> None:
         remote = connection.map(np.array([NON_POOL], np.uint32), np.array([8], np.uint64), 64, writable=True)
-        for verb in (connection.read, connection.write):
+        for verb in (pull, push):
             with pytest.raises(TransferFailed, match="64 bytes at its address 0x8: Bad address"):
-                verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(1000))
+                verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, Deadline(1000))
         assert connection.usage()[:2] == (0, 0)
 
 

@@ -22,7 +22,7 @@ from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, TransferF
 from llm_datadist.testing import Peer
 from llm_datadist.testing.conformance import ServedConformance
 from llm_datadist.testing.peers import REGION_BYTES
-from llm_datadist.testing.scene import BUDGET_MS, beginning_of, one_row, read_beginning, tensors_over
+from llm_datadist.testing.scene import BUDGET_MS, beginning_of, one_row, pull, push, read_beginning, tensors_over
 from tests.support.moves import wait_until
 
 
@@ -57,10 +57,10 @@ class TestNixl(ServedConformance):
 
         wire.ask = stops_after_the_grant  # type: ignore[method-assign]
         with pytest.raises((TransferFailed, LinkError)):
-            connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+            push(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, Deadline(BUDGET_MS))
         wire.ask = ask  # type: ignore[method-assign]
         assert told.is_set()
-        connection.write(one_row(64), tensors_over(np.full(64, 3, np.uint8)), remote, None, Deadline(BUDGET_MS))
+        push(one_row(64), tensors_over(np.full(64, 3, np.uint8)), remote, Deadline(BUDGET_MS))
         assert (peer.peek(1)[:64] == 3).all()
 
     @pytest.mark.parametrize("verb", ["read", "write"])
@@ -71,9 +71,9 @@ class TestNixl(ServedConformance):
         data, server = np.full(64, 3, np.uint8), connection.server
         slot = server.pull_receiver if verb == "read" else server.push_sender
         remote = beginning_of(peer, connection, 1, 64, writable=True)
-        move = getattr(connection, verb)
+        move = pull if verb == "read" else push
         # So that either end knows the other's agent.
-        move(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        move(one_row(64), tensors_over(data), remote, Deadline(BUDGET_MS))
         peer.poke(1, np.full(64, 5, np.uint8))
         wire, ask, asked = connection.context.wire, connection.context.wire.ask, []
 
@@ -87,7 +87,7 @@ class TestNixl(ServedConformance):
             return answer
 
         wire.ask = ends_an_agent  # type: ignore[method-assign]
-        move(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        move(one_row(64), tensors_over(data), remote, Deadline(BUDGET_MS))
         assert len(asked) > 1
         assert (data == (5 if verb == "read" else 3)).all()
         assert (peer.peek(1)[:64] == data).all()
@@ -101,13 +101,14 @@ def test_no_byte_comes_late_from_a_peer_that_was_stopped(verb: str) -> None:
     plan, data = one_row(nbytes), np.zeros(nbytes, np.uint8)
     with NixlPeerProcess() as process, process.serving(writable=True), process.connect() as connection:
         remote = beginning_of(process, connection, 1, nbytes, writable=True)
-        getattr(connection, verb)(plan, tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        move = pull if verb == "read" else push
+        move(plan, tensors_over(data), remote, Deadline(BUDGET_MS))
         process.poke(1, np.full(nbytes, 5, np.uint8))
         for _ in range(5):
             timer = threading.Timer(0.001, os.kill, (process.pid, signal.SIGSTOP))
             timer.start()
             with suppress(DeadlineExceeded):
-                getattr(connection, verb)(plan, tensors_over(data), remote, None, Deadline(100))
+                move(plan, tensors_over(data), remote, Deadline(100))
             timer.join()
             assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
             data[:] = 9

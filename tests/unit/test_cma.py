@@ -26,7 +26,7 @@ from llm_datadist._transport.samehost.shm import ShmConnection
 from llm_datadist._transport.users import peer_credentials
 from llm_datadist.errors import LinkRefused, PeerLost, StateError
 from llm_datadist.testing import PeerProcess
-from llm_datadist.testing.scene import one_row, residue, settled, tensors_over, unchanged
+from llm_datadist.testing.scene import one_row, pull, push, residue, settled, tensors_over, unchanged
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_writt
     stranger = CmaConnection(peer, writable=True)
     at = np.array([mine.ctypes.data], np.uint64)
     remote = stranger.map(np.array([NON_POOL], np.uint32), at, 64, writable=True)
-    for verb in (stranger.read, stranger.write):
+    for verb in (pull, push):
         with pytest.raises(PeerLost, match="has ended" if ended else "it is another process"):
-            verb(one_row(64), tensors_over(local), remote, None, Deadline(1000))
+            verb(one_row(64), tensors_over(local), remote, Deadline(1000))
     assert mine.tolist() == list(range(64))
     if ended:
         peer.cookie_address, peer.cookie = mine.ctypes.data, mine[:16].tobytes()

@@ -27,7 +27,7 @@ from llm_datadist._links.messages import CONTROL_PREAMBLE
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, Tensors, encode_request, usable_cpus
 from llm_datadist._native.plan import split_plan
-from llm_datadist._transport.connection import Connection, MemoryChanged
+from llm_datadist._transport.connection import Connection, MemoryChanged, Transfer
 from llm_datadist._transport.moves import MoveReply, MoveRequest, decode_request
 from llm_datadist._transport.tcp import lanes as transport
 from llm_datadist._transport.tcp.connection import TcpConnection
@@ -154,8 +154,8 @@ class Handler:
 def move(connection: Connection, data: twin.Bytes, *, write: bool = False, ordered: bool = False) -> int:
     """Read one run into ``data``, or write it."""
     remote = connection.map(np.array([NON_POOL], np.uint32), np.array([64], np.uint64), data.size, writable=True)
-    verb = connection.write if write else connection.read
-    return verb(one_row(data.size).replace(ordered=ordered), tensors_over(data), remote, None, Deadline(20_000))
+    plan = one_row(data.size).replace(ordered=ordered)
+    return connection.move(Transfer(plan, tensors_over(data), remote, None, Deadline(20_000), write))
 
 
 def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +167,7 @@ def test_grants_refusals_and_failures_of_a_handler(caplog: pytest.LogCaptureFixt
         group = far.open(map(LaneSocket, theirs))
         group.redial_soon = lambda: handler.lost.append(len(group))  # type: ignore[method-assign]
         group.begin("the link")
-        with TcpConnection(near.open(map(LaneSocket, ours)), [], writable=True) as connection:
+        with TcpConnection(near.open(map(LaneSocket, ours)), writable=True) as connection:
             connection.begin("near")
             for error, extent, kind, text in (
                 (errors.CacheNotFound("no such\nkey"), 64, MemoryChanged, "no such key"),
@@ -233,7 +233,7 @@ def test_an_answer_settles_only_the_writes_that_the_owner_was_told_of_before_it(
     pings, (ours, theirs) = iter((10, 12)), socket.socketpair()
     with theirs, closing(Lanes(1, Handler())) as near:
         group = near.open([LaneSocket(ours)])
-        with TcpConnection(group, [], writable=True) as connection:
+        with TcpConnection(group, writable=True) as connection:
             connection.begin("near")
             (old,) = group.lanes()
             group.put(old, 0, doubtful=True)
@@ -282,7 +282,7 @@ def test_lanes_are_sealed_with_the_keys_they_are_added_with(late: bool) -> None:
     with closing(Lanes(1, handler)) as near, closing(Lanes(1, handler)) as far, loop_thread() as loop:
         loop.call_soon_threadsafe(far.start, loop)
         ends = ((near, near.open(), NEAR_KEYS), (far, far.open(), FAR_KEYS))
-        connection = TcpConnection(ends[0][1], [], writable=True)
+        connection = TcpConnection(ends[0][1], writable=True)
         with connection:
             for begins in (late, not late):
                 if begins:
@@ -371,7 +371,7 @@ def played(lanes: int) -> Iterator[tuple[TcpConnection, list[Far], ThreadPoolExe
     ours, theirs = zip(*(socket.socketpair() for _ in range(lanes)), strict=True)
     with closing(Lanes(1, Handler())) as near, ExitStack() as stack:
         fars = [stack.enter_context(Far(sock)) for sock in theirs]
-        connection = TcpConnection(near.open(map(LaneSocket, ours)), [], writable=True)
+        connection = TcpConnection(near.open(map(LaneSocket, ours)), writable=True)
         threads = stack.enter_context(ThreadPoolExecutor(4))
         stack.callback(connection.abort)  # before the threads are joined
         connection.begin("near")

@@ -25,6 +25,7 @@ from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.public_call import public_call, put_off
+from llm_datadist._transport.connection import Transfer
 from llm_datadist._transport.moves import MoveReply
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.connection import NixlConnection
@@ -422,7 +423,7 @@ def push(agent: type[StillAgent], peer: Peer, deadline: Deadline) -> None:
     ):
         remote = connection.map(np.array([NON_POOL], np.uint32), np.zeros(1, np.uint64), 64, writable=True)
         plan = Plan(0, 0, 1, plan_row(0, 0, 64), False, 64)
-        connection.write(plan, tensors_over(np.zeros(64, np.uint8)), remote, None, deadline)
+        connection.move(Transfer(plan, tensors_over(np.zeros(64, np.uint8)), remote, None, deadline, True))
 
 
 def test_the_owner_is_told_of_every_push_that_is_given_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final, cast, get_args
 
@@ -14,7 +15,6 @@ from llm_datadist._checks import clean
 from llm_datadist._links import messages
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.tls_session import TlsSession
-from llm_datadist._native import Ending, Outcome
 from llm_datadist._statistics_page import PAGE_VERSION, cleaned
 from llm_datadist._transfer.handles import decode_handle
 from llm_datadist._transport.moves import refusal, status_of
@@ -92,9 +92,9 @@ def test_what_is_no_message_is_named_in_one_printable_line() -> None:
 def test_refusals_of_transports_are_one_printable_line() -> None:
     refused = rendezvous.decode(msgspec.msgpack.encode(rendezvous.Refusal(EVIL)))
     assert refused == rendezvous.Refusal(TAME)
-    outcome = Outcome(Ending.REFUSED, int(LLMStatusCode.LLM_FAILED), 0, EVIL)
-    assert str(refusal(outcome, "pull", untouched=True)) == f"pull: the peer refused: {TAME}"
-    assert str(refusal(outcome, "pull", untouched=False)).startswith(f"pull: the peer refused: {TAME}; ")
+    refused_by = partial(refusal, int(LLMStatusCode.LLM_FAILED), EVIL, "pull")
+    assert str(refused_by(untouched=True)) == f"pull: the peer refused: {TAME}"
+    assert str(refused_by(untouched=False)).startswith(f"pull: the peer refused: {TAME}; ")
     assert str(NixlFailed(EVIL)) == TAME
     assert status_of(LLMException(EVIL, status_code=LLMStatusCode.LLM_FAILED)) == (int(LLMStatusCode.LLM_FAILED), TAME)
 

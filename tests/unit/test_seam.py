@@ -13,15 +13,15 @@ import pytest
 import llm_datadist
 from llm_datadist import LLMDataDist, LLMRole, _option_kinds
 from llm_datadist._transport import instances
-from llm_datadist._transport.registry import ORDER, Transports
+from llm_datadist._transport.registry import Transports, transports_for
 from llm_datadist._transport.tcp.connection import TcpTransport
 from llm_datadist.errors import LinkRefused, LLMException
 from tests.support.world import make_config
 
 ROOT = Path(llm_datadist.__file__).parent
 #: Where transports may be named: their package, the options, the tools. Docstrings are documentation.
-PLACES = {"_transport", "config.py", "_option_kinds.py", "tools", "testing", "integrations"}
-NAMES = {kind.name for kind in ORDER}
+PLACES = {"_transport", "transport.py", "config.py", "_option_kinds.py", "tools", "testing", "integrations"}
+NAMES = {*_option_kinds.TRANSPORTS[1:]}
 LANES = {"lane", "lanes"}  # what tcp has, and the native engine that is its own
 
 
@@ -66,7 +66,7 @@ def test_nobody_outside_asks_of_which_transport_a_connection_is() -> None:
 
 
 def test_the_option_has_the_transports_in_the_order_of_preference() -> None:
-    assert ("auto", *(kind.name for kind in ORDER)) == _option_kinds.TRANSPORTS
+    assert ("auto", *(kind.name for kind in transports_for("nixl"))) == _option_kinds.TRANSPORTS
 
 
 def test_lanes_are_not_dialled_to_a_peer_that_has_offered_none() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from llm_datadist.errors import LinkRefused, ParamError
+from llm_datadist.errors import LinkRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,18 +44,17 @@ class Choice:
 
 def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | None:
     """Return the transport that either side asks for, if any; it binds both. Raises LinkRefused."""
-    if theirs is not None and theirs not in known:
-        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; known here are {', '.join(known)}")
     if mine is not None and theirs is not None and mine != theirs:
         raise LinkRefused(f"llm.Transport differs: {theirs} at the peer, {mine} here")
+    if theirs is not None and theirs not in known:
+        rule = f"this side has {', '.join(known)}, and imports no other for a peer: set llm.Transport here too"
+        raise LinkRefused(f"the peer asks for llm.Transport={theirs!r}; {rule}")
     return mine or theirs
 
 
 def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str | None) -> Choice:
-    """Return the first usable candidate (best first), or the forced one. Raises LinkRefused."""
+    """Return the first usable candidate (best first), or the ``forced`` one, a candidate. Raises LinkRefused."""
     known = {each.name: each for each in candidates}
-    if forced is not None and forced not in known:
-        raise ParamError(f"llm.Transport={forced!r} is no transport; known are {', '.join(known)}")
     against: list[str] = []
     automatic = [each for each in candidates if each.capabilities.shared_regions]
     for each in automatic if forced is None else [known[forced]]:

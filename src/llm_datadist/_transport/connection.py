@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from llm_datadist._checks import HERE
-from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, RegionDescriptor
+from llm_datadist._deadline import Deadline  # noqa: TC001 (the reference resolves what Transfer names)
+from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._memory.guards import SLOT_BYTES
 from llm_datadist._native import (
     CHANGED_BEFORE,
@@ -37,11 +38,10 @@ from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from llm_datadist._deadline import Deadline
     from llm_datadist._memory.write_intents import IntentWriter
     from llm_datadist._native._native import TensorList
     from llm_datadist.errors import DeadlineExceeded, LLMException
@@ -212,7 +212,7 @@ class Connection(AbstractContextManager["Connection"]):
     """Access to one peer's memory over one transport, for reads and writes.
 
     Owns: mappings and descriptors. After :meth:`close` the last running call frees them, so a lost link never unmaps
-        memory during a copy.
+    memory during a copy.
     Threads: any, concurrently.
     Errors: in a forked child calls raise StateError; close drops only its references.
     """
@@ -320,38 +320,15 @@ class Connection(AbstractContextManager["Connection"]):
             return None
         return self.intent_writer.announce(slot, deadline, reading=not write)
 
-    def read(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        guards: GuardSet | None = None,
-    ) -> int:
-        """Move ``plan`` from ``remote`` tensors to ``local`` ones; return its bytes.
-
-        ``guards`` are compared before the first byte and after the last; none with ``remote_guards``: the owner does.
-        Nothing has moved after ParamError (``remote`` is of another connection, or the plan leaves a tensor) or after
-        MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded, TransferFailed, TransferAborted or
-        LinkError (the connection is closed, or the peer has ended) the destination is undefined.
-        """
-        return self.move(Transfer(plan, local, remote, pool, deadline, False, guards))
-
-    def write(
-        self,
-        plan: Plan,
-        local: Tensors,
-        remote: RemoteTensors,
-        pool: CopyPool | None,
-        deadline: Deadline,
-        guards: GuardSet | None = None,
-    ) -> int:
-        """Move ``plan`` the other way, as :meth:`read`. ParamError also means: ``remote`` was mapped for reading."""
-        return self.move(Transfer(plan, local, remote, pool, deadline, True, guards))
-
     def move(self, transfer: Transfer) -> int:
-        """:meth:`read` or :meth:`write`."""
+        """Move a plan from the remote tensors to the local ones, or back; return its bytes.
+
+        The guards are compared before the first byte and after the last; with ``remote_guards`` the owner does that.
+        Nothing has moved after ParamError (the remote tensors are of another connection, or were mapped for reading; or
+        the plan leaves a tensor) or after MemoryChanged and CacheMismatch (the owner refused). After DeadlineExceeded,
+        TransferFailed, TransferAborted or LinkError (the connection is closed, or the peer has ended) the destination
+        is undefined.
+        """
         if transfer.remote.connection is not self:
             text = f"{transfer.what}: the remote tensors were mapped by another connection; map them with this one"
             raise ParamError(text)
@@ -430,9 +407,8 @@ class Connection(AbstractContextManager["Connection"]):
 class ServedConnection(Connection):
     """Connection to an owner that takes part in every transfer (``remote_guards``)."""
 
-    def __init__(self, regions: Iterable[RegionDescriptor] = (), *, writable: bool) -> None:
-        self._ranges = {each.region: AddressRange(_ELSEWHERE, each.nbytes, each.writable) for each in regions}
-        self._ranges[NON_POOL] = AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)
+    def __init__(self, *, writable: bool) -> None:
+        self._ranges = {NON_POOL: AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)}
         super().__init__()
 
     def _guards(self) -> AddressRange:

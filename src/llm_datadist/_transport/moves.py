@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from llm_datadist import _native
 from llm_datadist._checks import clean
-from llm_datadist._native import MAX_REQUEST_RUNS, check_plan
+from llm_datadist._native import MAX_REQUEST_RUNS, check_plan, load_generation
 from llm_datadist._native.lane_engine import CHANGED
 from llm_datadist._transport.connection import MemoryChanged
 from llm_datadist.errors import (
@@ -23,7 +23,7 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._native import LentBlocks, Outcome, Plan, Tensors
+    from llm_datadist._native import LentBlocks, Plan, Tensors
 
 ONE_REQUEST_BYTES: Final = 1 << 20
 """Measured: a transfer of at most so many bytes gains nothing from a second socket."""
@@ -49,6 +49,10 @@ class MoveReply:
     cacheable: bool = False  # serves later requests with this handle while the guards hold
     lent: LentBlocks | None = None  # which requests with this handle may read; None: all
     plan: Plan | None = None  # replaces that of a request which cannot know its place in the tensors
+
+    def unchanged(self) -> bool:
+        """Return True while every guard shows its generation."""
+        return all(load_generation(at) == generation for at, generation in self.guards)
 
 
 class MoveOwner(Protocol):
@@ -94,12 +98,17 @@ def is_one_request(plan: Plan) -> bool:
     return 0 < plan.nbytes <= ONE_REQUEST_BYTES and len(plan.runs) <= MAX_REQUEST_RUNS
 
 
-def refusal(outcome: Outcome, progress: str, *, untouched: bool) -> LLMException:
-    code = code_2_status(outcome.code)  # the engine's codes are small numbers, unlike every status
-    text = f"{progress}: the peer refused: {clean(outcome.text)}"
+def refusal(code: int, text: str, progress: str, *, untouched: bool) -> LLMException:
+    """Return the exception for a refusal of the owner; ``untouched``: no byte at the destination has changed.
+
+    ``code`` is a status as :func:`status_of` gives it, or ``CHANGED`` or ``TORN``; ``progress`` as
+    :meth:`Transfer.progress`.
+    """
+    status = code_2_status(code)  # CHANGED and TORN are small numbers, unlike every status
+    text = f"{progress}: the peer refused: {clean(text)}"
     if not untouched:
         return TransferFailed(f"{text}; the addressed bytes are undefined", phase="copy")
-    if outcome.code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        return MemoryChanged(text, status_code=code, phase="copy")
-    kind = CacheMismatch if code is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
-    return kind(text, status_code=code, phase="copy")
+    if code in (CHANGED, LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
+        return MemoryChanged(text, status_code=status, phase="copy")
+    kind = CacheMismatch if status is LLMStatusCode.LLM_PARAM_INVALID else TransferFailed
+    return kind(text, status_code=status, phase="copy")

@@ -1,17 +1,25 @@
-"""Registry of all transports, best first. A new one is a module, or a package, and one line in :data:`ORDER`."""
+"""Transports of an instance: those built in, and one that a package declares as an entry point.
+
+A package's transport is imported only if ``llm.Transport`` of this side names it. nixl is declared by this package, and
+``auto`` takes it too where NIXL is installed. No peer can have one imported.
+"""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._log import logger
+from llm_datadist._option_kinds import TRANSPORT_GROUP, TRANSPORTS, transport_entries
 from llm_datadist._transport import instances
 from llm_datadist._transport.inproc import InprocTransport
-from llm_datadist._transport.nixl.transport import NixlTransport
+from llm_datadist._transport.nixl.bindings import installed
 from llm_datadist._transport.samehost.cma import CmaTransport
 from llm_datadist._transport.samehost.shm import ShmTransport
 from llm_datadist._transport.tcp.connection import TcpTransport
-from llm_datadist._transport.transport import Context, Meeting, Transport
+from llm_datadist._transport.transport import DEVICE, Context, Meeting, Transport
+from llm_datadist.config import TRANSPORT
+from llm_datadist.errors import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,8 +28,45 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-ORDER: Final[list[type[Transport]]] = [InprocTransport, ShmTransport, CmaTransport, NixlTransport, TcpTransport]
-"""The order of preference."""
+BUILT_IN: Final[tuple[type[Transport], ...]] = (InprocTransport, ShmTransport, CmaTransport, TcpTransport)
+"""The order of preference; a package's transport comes before the last."""
+
+
+def transports_for(asked: str | None) -> list[type[Transport]]:
+    """Return the transports of an instance, best first; all its links must use ``asked``, unless that is None.
+
+    Raises LLMException if ``asked`` cannot be imported.
+    """
+    kinds = [*BUILT_IN]
+    if asked is None and installed():
+        try:
+            kinds.insert(-1, imported("nixl"))
+        except LLMException as error:
+            logger.warning("links do not use NIXL, which is installed: %s", error)
+    elif asked is not None and all(kind.name != asked for kind in BUILT_IN):
+        kinds.insert(-1, imported(asked))
+    return kinds
+
+
+def imported(name: str) -> type[Transport]:
+    """Return the transport that an entry point declares under ``name``. Raises LLMException with the reason if none."""
+    found = [each for each in transport_entries() if each.name == name]
+    if name in TRANSPORTS:  # another package cannot take its place
+        found = [each for each in found if each.value.startswith(f"{__package__}.")]
+    values = ", ".join(each.value for each in found)
+    if len(found) == 1 and name != DEVICE:
+        try:
+            kind: type[object] = found[0].load()
+            if issubclass(kind, Transport) and kind.name == kind.capabilities.name == name:
+                return kind
+            why = f"{values} is not a Transport of that name, which its capabilities have too"
+        except Exception as error:  # noqa: BLE001 (code of another package may raise anything)
+            why = f"{values}: {type(error).__name__}: {error}"
+    elif found:
+        why = f"the name is taken, or declared by several packages: {values}"
+    else:
+        why = f"the metadata of open-datadist do not declare it ({TRANSPORT_GROUP}): install the package again"
+    raise LLMException(f"{TRANSPORT}={name}: {why}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 
 class Transports:
@@ -37,7 +82,7 @@ class Transports:
         self._authenticated = context.options.credentials is not None
         self.by_name: dict[str, Transport] = {}
         with ExitStack() as undo:
-            for kind in ORDER:
+            for kind in transports_for(self.asked):
                 self.by_name[kind.name] = transport = kind(context)
                 undo.callback(transport.close)
             undo.pop_all()

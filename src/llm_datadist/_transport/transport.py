@@ -59,6 +59,9 @@ class Context:
 class Transport(Candidate):
     """One way of moving bytes; one object for each LLMDataDist.
 
+    A subclass has a ``name``, the value of ``llm.Transport``, and the ``capabilities`` of its connections, with that
+    name too.
+
     Owns: what its connections share, until :meth:`close`.
     Threads: methods with a ``meeting`` run in the caller's thread (dialer) or the control thread (listener).
     Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused and leaves nothing behind.

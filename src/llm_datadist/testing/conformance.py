@@ -24,7 +24,7 @@ import pytest
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import CopyPool, Plan, plan_row
-from llm_datadist._transport.connection import MemoryChanged, guards_of
+from llm_datadist._transport.connection import MemoryChanged, Transfer, guards_of
 from llm_datadist.errors import (
     DeadlineExceeded,
     LinkError,
@@ -46,6 +46,8 @@ from llm_datadist.testing.scene import (
     held,
     one_row,
     open_and_forget,
+    pull,
+    push,
     random_blocks,
     read_beginning,
     residue_at_rest,
@@ -55,7 +57,7 @@ from llm_datadist.testing.scene import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from llm_datadist._transport.connection import Connection
@@ -92,7 +94,7 @@ class TransportConformance:
         scene, blocks = Scene.build(seed, peer), random_blocks(seed)
         plan, expected = scene.plan(*blocks), scene.after_read(*blocks)
         remote = scene.remote(connection, writable=False)
-        moved = connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        moved = pull(plan, scene.local, remote, Deadline(BUDGET_MS))
         assert np.array_equal(scene.memory, expected)
         scene.check_peer()
         assert moved == connection.usage().read_bytes == plan.nbytes
@@ -102,7 +104,7 @@ class TransportConformance:
         scene, blocks = Scene.build(seed, peer), random_blocks(seed)
         plan, before = scene.plan(*blocks), scene.memory.copy()
         remote = scene.remote(connection, writable=True)
-        moved = connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        moved = push(plan, scene.local, remote, Deadline(BUDGET_MS))
         scene.expect_write(*blocks)
         scene.check_peer()
         assert np.array_equal(scene.memory, before)
@@ -114,9 +116,9 @@ class TransportConformance:
         plan = scene.plan((0, 0), TENSORS, [3, 4, 3, 5, 4], [0, 1, 2, 3, 9])
         assert plan.ordered
         remote, expected = scene.remote(connection, writable=True), scene.after_read(*_LATER)
-        connection.read(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        pull(plan, scene.local, remote, Deadline(BUDGET_MS))
         assert np.array_equal(scene.memory, expected)
-        connection.write(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+        push(plan, scene.local, remote, Deadline(BUDGET_MS))
         scene.expect_write(*_LATER)
         scene.check_peer()
 
@@ -127,9 +129,9 @@ class TransportConformance:
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
         plan = one_row(nbytes)
         with closing(CopyPool(2)) as pool:
-            connection.write(plan, tensors_over(sent), remote, pool, Deadline(BUDGET_MS))
+            push(plan, tensors_over(sent), remote, Deadline(BUDGET_MS), pool=pool)
             assert np.array_equal(peer.peek(1), sent)
-            connection.read(plan, tensors_over(received), remote, pool, Deadline(BUDGET_MS))
+            pull(plan, tensors_over(received), remote, Deadline(BUDGET_MS), pool=pool)
         assert np.array_equal(received, sent)
 
     def test_private_memory(self, peer: Peer, connection: Connection) -> None:
@@ -144,9 +146,9 @@ class TransportConformance:
         received = np.zeros(1000, np.uint8)
         remote = connection.map(region, address, 1000, writable=True)
         plan = Plan(0, 0, 1, plan_row(1, 1, 998), False, 998)
-        connection.read(plan, tensors_over(received), remote, None, Deadline(BUDGET_MS))
+        pull(plan, tensors_over(received), remote, Deadline(BUDGET_MS))
         assert received.tolist() == [0, *data[6:1004].tolist(), 0]
-        connection.write(plan, tensors_over(received[::-1].copy()), remote, None, Deadline(BUDGET_MS))
+        push(plan, tensors_over(received[::-1].copy()), remote, Deadline(BUDGET_MS))
         data[6:1004] = data[6:1004][::-1].copy()
         assert np.array_equal(peer.peek(NON_POOL), data)
 
@@ -185,9 +187,9 @@ class TransportConformance:
         before, remote = scene.memory.copy(), scene.remote(connection, writable=True)
         beyond = Plan(0, 0, 1, plan_row(0, scene.extent - 8, 9), False, 9)
         missing = Plan(0, 1, TENSORS, plan_row(0, 0, 1), False, TENSORS)
-        for plan, verb in product((beyond, missing), (connection.read, connection.write)):
+        for plan, verb in product((beyond, missing), (pull, push)):
             with pytest.raises(ParamError):
-                verb(plan, scene.local, remote, None, Deadline(BUDGET_MS))
+                verb(plan, scene.local, remote, Deadline(BUDGET_MS))
         assert np.array_equal(scene.memory, before)
         scene.check_peer()
 
@@ -203,22 +205,23 @@ class TransportConformance:
     def test_tensors_mapped_for_reading_are_not_written(self, peer: Peer, connection: Connection) -> None:
         remote = beginning_of(peer, connection, 1, 64, writable=False)
         with pytest.raises(ParamError, match="writable"):
-            connection.write(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+            push(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, Deadline(BUDGET_MS))
         assert not peer.peek(1).any()
 
     def test_tensors_of_another_connection_are_refused(self, peer: Peer, connection: Connection) -> None:
         with peer.connect() as other:
             remote = beginning_of(peer, other, 1, 64, writable=True)
-        for verb in (connection.read, connection.write):
+        local = tensors_over(np.zeros(64, np.uint8))
+        for write in (False, True):
             with pytest.raises(ParamError, match="another connection"):
-                verb(one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS))
+                connection.move(Transfer(one_row(64), local, remote, None, Deadline(BUDGET_MS), write))
 
-    @pytest.mark.parametrize("verb", ["read", "write"])
-    def test_a_passed_deadline(self, peer: Peer, connection: Connection, verb: str) -> None:
+    @pytest.mark.parametrize("verb", [pull, push])
+    def test_a_passed_deadline(self, peer: Peer, connection: Connection, verb: Callable[..., int]) -> None:
         """No time left: ``DeadlineExceeded`` in phase copy with the bytes done, no bytes counted."""
         remote = beginning_of(peer, connection, 1, 64, writable=True)
         with pytest.raises(DeadlineExceeded, match="0 of 64 bytes done") as caught:
-            getattr(connection, verb)(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, None, Deadline(0))
+            verb(one_row(64), tensors_over(np.ones(64, np.uint8)), remote, Deadline(0))
         assert caught.value.phase == "copy"
         assert connection.usage()[:2] == (0, 0)
         assert not peer.peek(1).any()
@@ -229,9 +232,9 @@ class TransportConformance:
         remote = beginning_of(peer, connection, 1, nbytes, writable=True)
         data, given_up = np.ones(nbytes, np.uint8), 0
         for budget_ms in [*(1, 2, 3) * 10, 0]:
-            for verb in (connection.read, connection.write):
+            for verb in (pull, push):
                 try:
-                    verb(one_row(nbytes), tensors_over(data), remote, None, Deadline(budget_ms))
+                    verb(one_row(nbytes), tensors_over(data), remote, Deadline(budget_ms))
                 except DeadlineExceeded:
                     given_up += 1
                 data[:] = 7
@@ -240,7 +243,7 @@ class TransportConformance:
         received = np.zeros(64, np.uint8)
         peer.poke(2, np.full(64, 9, np.uint8))  # in region 1 the bytes of a write that was given up may still arrive
         other = beginning_of(peer, connection, 2, 64, writable=False)
-        connection.read(one_row(64), tensors_over(received), other, None, Deadline(BUDGET_MS))
+        pull(one_row(64), tensors_over(received), other, Deadline(BUDGET_MS))
         assert (received == 9).all()
         assert (data == 7).all()
 
@@ -268,16 +271,16 @@ class TransportConformance:
         kept, (slot, generation) = peer.guard(), peer.guard()
         guards = guards_of(connection, [kept, (slot, generation)])
         remote = beginning_of(peer, connection, 1, 64, writable=True)
-        for verb, local in ((connection.read, np.full(64, 3, np.uint8)), (connection.write, np.full(64, 4, np.uint8))):
+        for verb, local in ((pull, np.full(64, 3, np.uint8)), (push, np.full(64, 4, np.uint8))):
             peer.poke(1, np.full(64, 7, np.uint8))
-            verb(one_row(64), tensors_over(local), remote, None, Deadline(BUDGET_MS), guards)
+            verb(one_row(64), tensors_over(local), remote, Deadline(BUDGET_MS), guards)
             assert (peer.peek(1)[:64] == local).all()
         peer.advance(slot)
         before = peer.peek(1).copy()
-        for verb in (connection.read, connection.write):
+        for verb in (pull, push):
             local = np.full(64, 5, np.uint8)
             with pytest.raises(MemoryChanged):
-                verb(one_row(64), tensors_over(local), remote, None, Deadline(BUDGET_MS), guards)
+                verb(one_row(64), tensors_over(local), remote, Deadline(BUDGET_MS), guards)
             assert (local == 5).all()
             assert (peer.peek(1) == before).all()
 
@@ -292,7 +295,7 @@ class TransportConformance:
             with_guards = not connection.capabilities.remote_guards
             guards = guards_of(connection, [(slot, generation)]) if with_guards else None
             try:
-                connection.read(plan, tensors_over(into), remote, None, deadline, guards)
+                pull(plan, tensors_over(into), remote, deadline, guards)
             except TransferFailed:
                 return False
             return True
@@ -343,7 +346,7 @@ class TransportConformance:
             readers.wait(BUDGET_MS / 1e3)
             for _ in range(10):
                 own.memory[:] = 0
-                connection.read(plan, own.local, remote, None, Deadline(BUDGET_MS))
+                pull(plan, own.local, remote, Deadline(BUDGET_MS))
                 assert np.array_equal(own.memory, expected)
 
         with ThreadPoolExecutor(4) as threads:
@@ -356,10 +359,10 @@ class TransportConformance:
             remote = beginning_of(peer, connection, 1, 64, writable=True)
             getattr(connection, end)()
             assert connection.closed
-            asked = one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, None, Deadline(BUDGET_MS)
+            asked = one_row(64), tensors_over(np.zeros(64, np.uint8)), remote, Deadline(BUDGET_MS)
             for call in (
-                partial(connection.read, *asked),
-                partial(connection.write, *asked),
+                partial(pull, *asked),
+                partial(push, *asked),
                 partial(unchanged, connection, 1, 0),
                 partial(beginning_of, peer, connection, 1, 64, writable=False),
             ):
@@ -456,7 +459,7 @@ class ProcessConformance(TransportConformance):
         with self.start() as process, process.serving(writable=True), process.connect() as connection:
             mapped = connection.capabilities.shared_regions and not connection.capabilities.remote_guards
             remote = beginning_of(process, connection, 1, 64, writable=True)
-            connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+            push(one_row(64), tensors_over(data), remote, Deadline(BUDGET_MS))
             read_beginning(process, connection, np.zeros(64, np.uint8))
             assert not connection.peer_ended()
             process.kill()
@@ -464,10 +467,10 @@ class ProcessConformance(TransportConformance):
             assert connection.peer_ended() or text is None
             received = np.zeros(64, np.uint8)
             with nullcontext() if mapped else pytest.raises(self.lost, match=text):
-                connection.read(one_row(64), tensors_over(received), remote, None, Deadline(BUDGET_MS))
+                pull(one_row(64), tensors_over(received), remote, Deadline(BUDGET_MS))
             assert np.array_equal(received, data if mapped else np.zeros(64, np.uint8))
             with pytest.raises(self.lost, match=text):
-                connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+                push(one_row(64), tensors_over(data), remote, Deadline(BUDGET_MS))
             assert connection.usage()[:2] == (128 if mapped else 64, 64)
 
 
@@ -480,11 +483,11 @@ class ServedConformance(ProcessConformance):
         peer.hold(slot, generation)
         data = np.ones(64, np.uint8)
         remote = beginning_of(peer, connection, 1, 64, writable=True)
-        connection.write(one_row(64), tensors_over(data), remote, None, Deadline(BUDGET_MS))
+        push(one_row(64), tensors_over(data), remote, Deadline(BUDGET_MS))
         peer.advance(slot)
-        for verb in (connection.read, connection.write):
+        for verb in (pull, push):
             with pytest.raises(TransferFailed, match="guard has changed"):
-                verb(one_row(64), tensors_over(data * 2), remote, None, Deadline(BUDGET_MS))
+                verb(one_row(64), tensors_over(data * 2), remote, Deadline(BUDGET_MS))
         assert (peer.peek(1)[:64] == 1).all()
 
     def test_abort_wakes_a_transfer_that_waits(self) -> None:
@@ -501,7 +504,7 @@ class ServedConformance(ProcessConformance):
             aborter.start()
             try:
                 with pytest.raises(TransferAborted):
-                    connection.read(one_row(64), tensors_over(into), remote, None, Deadline(BUDGET_MS))
+                    pull(one_row(64), tensors_over(into), remote, Deadline(BUDGET_MS))
             finally:
                 os.kill(process.pid, signal.SIGCONT)
                 aborter.join()

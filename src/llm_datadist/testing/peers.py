@@ -13,6 +13,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
@@ -23,17 +24,22 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._memory.device import Device, HostDevice
 from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import GuardTable
+from llm_datadist._native import USER, Tensors
 from llm_datadist._transport import instances
+from llm_datadist._transport.connection import ServedConnection
 from llm_datadist._transport.inproc import InprocConnection
+from llm_datadist._transport.moves import MoveReply
 from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
 from llm_datadist._transport.samehost.peer_memory import PeerMemory
+from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport.connection import Connection
+    from llm_datadist._transport.connection import AddressRange, Connection, RemoteTensors
+    from llm_datadist._transport.moves import MoveRequest
 
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
 """Bytes of each exported region, by its id."""
@@ -136,6 +142,53 @@ class LocalPeer(Peer):
 
     def _bytes(self, region: int) -> NDArray[np.uint8]:
         return self._private[region] if region in self._private else self.exports.regions[region].view()
+
+
+class Handles(ServedConnection):
+    """First base of a tested connection to a :class:`MemoryHandler`: its handles name regions and offsets."""
+
+    def map(self, regions: NDArray[np.uint32], offsets: NDArray[np.uint64], extent: int, **how: bool) -> RemoteTensors:
+        handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
+        return replace(super().map(regions, offsets, extent, **how), handle=handle)
+
+    def _range(self, region: int) -> AddressRange | None:
+        elsewhere = self._ranges[NON_POOL]
+        return replace(elsewhere, nbytes=REGION_BYTES[region]) if region in REGION_BYTES else super()._range(region)
+
+
+class MemoryHandler:
+    """Owner of a peer's memory, as a :class:`llm_datadist.transport.MoveOwner`; it replaces the cache layer.
+
+    Attributes:
+        guards: Guards of every reply, (address, generation).
+    """
+
+    def __init__(self, peer: LocalPeer) -> None:
+        self.guards: list[tuple[int, int]] = []
+        self._peer = peer
+
+    def on_move(self, link: object, request: MoveRequest) -> MoveReply:
+        if request.write and not self._peer.exports.writable:
+            raise ParamError("this peer may not be written")
+        regions, offsets = _places(request.handle)
+        bases = [self._base(*place, request.extent) for place in zip(regions, offsets, strict=True)]
+        place = USER if NON_POOL in regions else self._peer.device.place
+        return MoveReply(Tensors(np.array(bases, np.uint64), request.extent, place=place), self.guards)
+
+    def hold(self, slot: int, generation: int) -> None:
+        """Let every reply from now on depend on a guard of the peer."""
+        self.guards = [(self._peer.exports.guards.address_of(slot), generation)]
+
+    def _base(self, region: int, offset: int, extent: int) -> int:
+        start = self._peer.address(region)
+        offset = offset - start if region == NON_POOL else offset
+        limit = NON_POOL_BYTES if region == NON_POOL else REGION_BYTES[region]
+        if not 0 <= offset <= limit - extent:
+            raise ParamError(f"region {region} has no {extent} bytes at {offset}")
+        return start + offset
+
+
+_places = msgspec.msgpack.Decoder(tuple[list[int], list[int]]).decode
 
 
 class PeerProcess(Peer):

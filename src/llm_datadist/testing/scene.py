@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, Tensors, closing, plan_blocks, plan_row
-from llm_datadist._transport.connection import guards_of
+from llm_datadist._transport.connection import Transfer, guards_of
 from llm_datadist.errors import StateError
 from llm_datadist.testing.peers import REGION_BYTES, Peer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llm_datadist._native import CopyPool, GuardSet
     from llm_datadist._transport.connection import Connection, RemoteTensors
 
 T = TypeVar("T")
@@ -237,6 +239,23 @@ def one_row(nbytes: int) -> Plan:
     return Plan(0, 0, 1, plan_row(0, 0, nbytes), False, nbytes)
 
 
+def pull(
+    plan: Plan,
+    local: Tensors,
+    remote: RemoteTensors,
+    deadline: Deadline,
+    guards: GuardSet | None = None,
+    pool: CopyPool | None = None,
+    *,
+    write: bool = False,
+) -> int:
+    """Move ``plan`` from remote tensors to local ones, by the connection that mapped them; return its bytes."""
+    return remote.connection.move(Transfer(plan, local, remote, pool, deadline, write, guards))
+
+
+push: Callable[..., int] = partial(pull, write=True)
+
+
 def beginning_of(peer: Peer, connection: Connection, region: int, extent: int, *, writable: bool) -> RemoteTensors:
     """Map one tensor of ``extent`` bytes at a region's beginning."""
     return _map(peer, connection, [(region, 0)], extent, writable=writable)
@@ -256,7 +275,7 @@ def read_beginning(
 ) -> NDArray[np.uint8]:
     """Read the beginning of region 1 into an array; return it."""
     remote = beginning_of(peer, connection, 1, into.size, writable=False)
-    connection.read(one_row(into.size), tensors_over(into), remote, None, deadline or Deadline(BUDGET_MS))
+    pull(one_row(into.size), tensors_over(into), remote, deadline or Deadline(BUDGET_MS))
     return into
 
 

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from llm_datadist._checks import HERE
 from llm_datadist._log import logger
-from llm_datadist._native import (
-    MAX_REQUEST_RUNS,
-    Ending,
-    Outcome,
-    Plan,
-    encode_request,
-)
+from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.public_call import elsewhere
@@ -38,9 +32,8 @@ from llm_datadist._transport.nixl.worker import NixlWorker
 from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, ProtocolError, TransferAborted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from llm_datadist._memory.exports import RegionDescriptor
     from llm_datadist._transport.transport import Context
 
 #: Bytes of one request; the owner serves requests in order.
@@ -60,7 +53,6 @@ class NixlConnection(ServedConnection):
         self,
         context: Context,
         fabric: str,
-        regions: Iterable[RegionDescriptor] = (),
         *,
         writable: bool,
         dialled: bool = False,
@@ -77,7 +69,7 @@ class NixlConnection(ServedConnection):
         self._receiver_there = ""  # name of the peer's receiver of pushes
         self._failed = ""  # reason of the fallback
         self._numbers = iter(range(1, 2**63))
-        super().__init__(regions, writable=writable)
+        super().__init__(writable=writable)
 
     def begin(self, link: object) -> None:
         # The dialer usually pulls.
@@ -228,8 +220,8 @@ class _NixlTransfer:
         if answer.code in (LOST, NixlRefused.UNKNOWN):
             raise NixlFailed(f"at the peer: {answer.text}")
         touched = answer.touched or self._done > 0
-        outcome = Outcome(Ending.REFUSED, TORN if answer.touched else answer.code, 0, answer.text)
-        raise refusal(outcome, self.what(), untouched=not touched)
+        code = TORN if answer.touched else answer.code
+        raise refusal(code, answer.text, self.what(), untouched=not touched)
 
     def _add(self, nbytes: int) -> None:
         self._done += nbytes

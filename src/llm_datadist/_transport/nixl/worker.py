@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import clean
 from llm_datadist._log import logger
-from llm_datadist._native import Device, load_generation
+from llm_datadist._native import Device
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanSide
 from llm_datadist._native.public_call import public_call
@@ -67,7 +67,7 @@ class ServedRequest:
     nbytes: int = 0  # of waiting_bytes until it is forgotten
 
     def unchanged(self) -> bool:
-        return not self.cancelled and all(load_generation(at) == expected for at, expected in self.memory.guards)
+        return not self.cancelled and self.memory.unchanged()
 
 
 class NixlWorker:

@@ -51,13 +51,12 @@ from llm_datadist.errors import (
 if TYPE_CHECKING:
     import asyncio
     import socket
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import numpy as np
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._memory.exports import RegionDescriptor
     from llm_datadist._native import LaneEngine
 
 
@@ -152,7 +151,6 @@ class TcpConnection(ServedConnection):
     def __init__(
         self,
         group: LaneGroup,
-        regions: Iterable[RegionDescriptor] = (),
         *,
         writable: bool,
         reconnect: Callable[[int, Deadline], list[LaneSocket]] | None = None,
@@ -161,7 +159,7 @@ class TcpConnection(ServedConnection):
         self.recovery: LaneGroup = group
         if reconnect is not None:
             group.reconnect, group.wanted = reconnect, len(group)
-        super().__init__(regions, writable=writable)
+        super().__init__(writable=writable)
 
     def begin(self, link: object) -> None:
         self.group.begin(link)
@@ -280,7 +278,7 @@ class _LaneTransfer:
         if outcome.ending is Ending.TRAILER:
             raise TransferFailed(f"{progress}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:
-            raise refusal(outcome, progress, untouched=untouched)
+            raise refusal(outcome.code, outcome.text, progress, untouched=untouched)
         # The caller, which has the link, finds out whether the peer or only the lane is lost.
         raise PeerLost(f"{progress}: {outcome.text}; {len(self._group)} data lanes are left", phase="copy")
 
