@@ -119,7 +119,8 @@ class NewLink:
     tls: TlsSession | None = None  # encrypts all bytes of the socket
 
 
-#: Who says what, in this order. Instead of any message of its own the listener may say Refused, the last one then.
+#: Messages in their order, each with its speaker. Instead of any message of its own the listener may say Refused, which
+#: is then the last one.
 ORDER: Final = ((DIALER, Hello), (LISTENER, Welcome), (DIALER, TransportChoice), (LISTENER, Linked))
 
 
