@@ -27,7 +27,9 @@ _ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Permissions of peers at this instance; ``require_*`` raises ParamError unless permitted. Threads: any; stateless.
+    """Permissions of peers at this instance. Threads: any; stateless.
+
+    ``require_*`` raises ParamError unless the peer is permitted; a method that raises another error names it.
 
     A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write with remote cache access
     (RCA), or into a cache located over its link. ``_peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
