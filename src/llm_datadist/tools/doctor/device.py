@@ -39,7 +39,7 @@ _decode: Final = msgspec.json.Decoder(list[Finding] | str).decode
 def examine(*wanted: int) -> list[Finding]:
     """Return findings about NVIDIA's driver and the GPUs that it shows.
 
-    If no GPU can be examined, the only finding tells why. A ``wanted`` GPU, by number, that is missing is a problem.
+    If it shows none, the only finding tells why. A ``wanted`` GPU, by number, that is missing is a problem.
     """
     found = _ask(*wanted)
     if found is None:
