@@ -63,7 +63,7 @@ class Transport(Candidate):
     name too.
 
     Owns: what its connections share, until :meth:`close`.
-    Threads: methods with a ``meeting`` run in the caller's thread (dialer) or the control thread (listener).
+    Threads: methods with a ``meeting`` run in the thread that dials, or at the listener in the control thread.
     Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused and leaves nothing behind.
     """
 

@@ -44,7 +44,8 @@ CAPABILITIES: Final = Capabilities("nixl", shared_regions=True, non_pool_memory=
 class NixlConnection(ServedConnection):
     """Connection whose bytes NIXL moves over ``fabric``, see :func:`.agent.fabric`.
 
-    Owns: its agents, and ``fallback``, which moves every transfer from the one on in which NIXL failed.
+    Owns: ``server``, which has the agents of both directions, and ``fallback``. That moves the transfer in which NIXL
+        fails for the first time, and all later ones.
     """
 
     capabilities = CAPABILITIES

@@ -1,6 +1,7 @@
 """The choice of nixl for a link, and all connections of an instance over it.
 
-Threads: the dialling caller or the control thread judges and connects; a thread that frees memory waits for requests.
+Threads: the thread that dials, or the control thread of the listener, judges and connects. A thread that frees memory
+waits for requests that have begun.
 """
 
 from __future__ import annotations
