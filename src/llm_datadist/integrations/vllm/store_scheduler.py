@@ -1,17 +1,11 @@
 """Prefixes of requests in the prefix store: lookups, and saves of full blocks. Gives orders to workers; moves nothing.
 
-| request | effect |
-|---|---|
-| asks for tokens | its keys are looked up for all ranks (`lookups.py`); until the answer is there, it waits |
-| gets blocks, and slots if staged | workers load the hits into them |
-| is loaded on all ranks, or ends without blocks | the hits are released, and its slots |
-| could not be loaded | it is computed, and not looked up again |
-| has more full blocks after this step | workers save them, at most a quarter of all blocks at once, or of the slots |
-| ends, and has full blocks that are not saved | they are kept for later steps, at most another quarter |
+docs/howto-vllm-store.md has the events. The hits of a request, and its slots if KV is staged, are released once all
+ranks have reported its load, or it ends without blocks. After a load that failed it is not looked up again.
 
-A block that is saved or kept has a reference of our own until all ranks have reported the end. So vLLM gives it to no
-other request before, whether its own ends, is aborted or preempted. While vLLM has less than a twentieth of its blocks
-free, none is kept.
+Workers save at most a quarter of all blocks, or all slots, at once; at most another quarter is kept for later steps. A
+block that is saved or kept has a reference of our own until all ranks have reported the end. So vLLM gives it to no
+other request before, whether its own ends, is aborted or preempted.
 
 A key is vLLM's hash of all tokens up to the block's end, its salt and images; of an adapter the hash has only name and
 path, so a digest of the adapter's files is added; a request waits for it. A reset lets no KV of before be found: the
