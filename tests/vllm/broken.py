@@ -39,5 +39,5 @@ class ZeroedConnector(LLMDataDistConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.WORKER:
-            self._worker.stop()
-            self._worker = _ZeroedWorker(vllm_config, kv_cache_config)
+            self._half.stop()
+            self._half = _ZeroedWorker(vllm_config, kv_cache_config)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from llm_datadist.integrations.vllm import kinds, pool_allocation
+from llm_datadist.integrations.vllm import kinds, rank
 from tests.support import fakecuda
 from tests.support.world import byte_views
 
@@ -69,7 +69,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     Stream.current = Stream()
     monkeypatch.setattr(kinds, "current_platform", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(
-        pool_allocation, "torch_views", lambda of: [torch.from_numpy(each).view(torch.int8) for each in byte_views(of)]
+        rank, "torch_views", lambda of: [torch.from_numpy(each).view(torch.int8) for each in byte_views(of)]
     )
     for name, value in (("current_device", lambda: 0), ("empty_cache", lambda: None), ("Event", Event)):
         monkeypatch.setattr(torch.cuda, name, value)

@@ -137,7 +137,7 @@ class SeenStoreConnector(LLMDataDistStoreConnector):
 
     @property
     def clients(self) -> list[StoreClient]:
-        return [self._scheduler.lookups.client] if self._scheduler else [self._worker.client]
+        return [getattr(self._half, "lookups", self._half).client]
 
 
 class Other:

@@ -85,7 +85,7 @@ def pulled(offer: KvOffer, token: bytes) -> tuple[list[bytes], list[bytes]]:
     try:
         grant = reader.claim(offer.ranks[0], token)
         read = [each.tobytes() for each in reader.pull(offer, grant)]
-        memory = [view[rows].tobytes() for view in tensor_views(ours()._worker._cache)]  # noqa: SLF001
+        memory = [view[rows].tobytes() for view in tensor_views(ours()._half._cache)]  # noqa: SLF001
         grant.release()
     finally:
         reader.datadist.finalize()

@@ -471,12 +471,13 @@ def test_grants_end_by_the_hook_that_precedes_the_step(make: Callable[..., Engin
     request = prefill.add("one")
     prefill.compute(request, [1, 2, 3], len(PROMPT))
     grant = prefill.worker.given["one"].grant
-    connector = object.__new__(LLMDataDistConnector)
-    connector._worker, connector._scheduler = prefill.worker, prefill.scheduler
+    connectors = [object.__new__(LLMDataDistConnector) for _ in range(2)]
+    for connector, half in zip(connectors, (prefill.scheduler, prefill.worker), strict=True):
+        connector._half = half  # noqa: SLF001
     step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids={"one"}, kv_connector_block_state=None)
-    orders = connector.build_connector_meta(step)
+    orders = connectors[0].build_connector_meta(step)
     assert grant.active
-    connector.handle_preemptions(orders)
+    connectors[1].handle_preemptions(orders)
     assert not grant.active
 
 
@@ -714,7 +715,7 @@ def test_the_end_of_a_scheduler_ends_the_threads_that_digest(make: Callable[...,
     prefill = make("prefill")
     add(prefill, adapted("one", {"do_remote_decode": True}, adapter(tmp_path / "one", 1.0)))
     connector: Any = LLMDataDistConnector.__new__(LLMDataDistConnector)
-    vars(connector)["_scheduler"] = prefill.scheduler
+    vars(connector)["_half"] = prefill.scheduler
     connector.shutdown()
     connector.shutdown()
     assert not [each for each in threading.enumerate() if each.name.startswith("lldd-vllm-adapter")]

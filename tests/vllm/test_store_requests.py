@@ -617,7 +617,7 @@ class Part:
 def multi(scheduler: StoreScheduler, other: Part, *, first: bool) -> MultiConnector:
     """Return vLLM's own class over two parts, of which the store is the first or the second."""
     ours: Any = LLMDataDistStoreConnector.__new__(LLMDataDistStoreConnector)
-    ours._scheduler = scheduler  # noqa: SLF001
+    ours._half = scheduler  # noqa: SLF001
     made = MultiConnector.__new__(MultiConnector)
     vars(made).update(_connectors=[ours, other] if first else [other, ours], _requests_to_connector={})
     return made
@@ -875,7 +875,7 @@ def test_the_kv_of_an_adapter_whose_files_change_is_saved_no_more_and_its_hits_a
 def test_hashes_of_fewer_tokens_than_a_block_are_refused_when_the_engine_starts() -> None:
     made: Any = LLMDataDistStoreConnector.__new__(LLMDataDistStoreConnector)
     config, half = SimpleNamespace(cache_config=SimpleNamespace(block_size=64)), SimpleNamespace(pool=None)
-    vars(made).update(_vllm_config=config, _scheduler=half)
+    vars(made).update(_vllm_config=config, _half=half)
     pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
     with pytest.raises(ParamError, match="hash_block_size=16: must be the block size, 64"):
         made.bind_gpu_block_pool(pool)

@@ -208,7 +208,7 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                     break
             self._count("hits" if len(hits[0]) else f"miss {why}".replace("failed", "gone"), lookups=1)
         except BaseException:
-            self._release_all(hits)
+            self._cut_off(hits)
             raise
         return hits
 
@@ -319,13 +319,11 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 for grant in hit.grants:
                     self._manager.release_grant(grant.cluster_id, grant.token)
 
-    def _release_all(self, hits: list[Hit]) -> None:
-        for hit in hits:
-            self.release(hit)
-
     def _cut_off(self, found: object) -> None:
         """Release hits whose caller does not get them."""
-        self._release_all([each for each in (found if isinstance(found, list) else [found]) if isinstance(each, Hit)])
+        for each in found if isinstance(found, list) else [found]:
+            if isinstance(each, Hit):
+                self.release(each)
 
     def save(self, keys: Sequence[bytes], cache: Cache, blocks: BlockNumbers) -> int:
         """Have the store pull block ``blocks[i]`` of ``cache`` under ``keys[i]``; return the number newly stored.

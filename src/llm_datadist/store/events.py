@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
+from itertools import islice
 from typing import Final, Literal
 
 from llm_datadist.store.messages import Event, Events
@@ -21,8 +23,7 @@ class EventLog:
         self.number = 0  # of the last event
         self.keys = 0  # kept, with one more for each event
         self._most = most_keys
-        self._events: list[Event] = []
-        self._gone = 0  # forgotten events at the beginning of the list
+        self._events: deque[Event] = deque()
 
     def add(self, kind: Literal["stored", "removed"], keys: list[bytes]) -> None:
         """Add an event, and forget the oldest ones above the bound; no event without keys."""
@@ -31,29 +32,20 @@ class EventLog:
         self.number += 1
         self.keys += len(keys) + 1
         self._events.append(Event(self.number, kind, keys))
-        while self.keys > self._most and self._gone < len(self._events) - 1:
-            self.keys -= len(self._events[self._gone].keys) + 1
-            self._events[self._gone] = _FORGOTTEN
-            self._gone += 1
-        if 2 * self._gone > len(self._events):  # seldom, because it moves the rest
-            del self._events[: self._gone]
-            self._gone = 0
+        while self.keys > self._most and len(self._events) > 1:
+            self.keys -= len(self._events.popleft().keys) + 1
 
     def after(self, incarnation: bytes, number: int) -> Events:
         """Return the next events after a number of an incarnation."""
-        oldest = self.number - len(self._events) + self._gone + 1
+        oldest = self.number - len(self._events) + 1
         known = incarnation == self.incarnation and oldest - 1 <= number <= self.number
         follows = known or (not incarnation and oldest == 1)
         first = number + 1 if known else oldest
         found: list[Event] = []
         room = _KEYS_AT_ONCE
-        begin = self._gone + first - oldest
-        for event in self._events[begin : begin + _KEYS_AT_ONCE]:
+        for event in islice(self._events, first - oldest, None):
             if room <= 0:
                 break
             found.append(event)
             room -= len(event.keys) + 1
         return Events(self.incarnation, oldest, first - 1 + len(found), follows, found)
-
-
-_FORGOTTEN: Final = Event(0, "removed", [])

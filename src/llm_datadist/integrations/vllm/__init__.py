@@ -1,13 +1,12 @@
 """The connectors for vLLM: a decode engine pulls a prefill engine's KV cache under a grant; engines share a store.
 
-`connector.py` is vLLM's entry; its halves are `scheduler.py` and `worker.py`. `store_connector.py` is the entry of the
-prefix store; its halves are `store_scheduler.py` and `store_worker.py`. See docs/vllm.md and docs/howto-vllm-store.md.
+`connector.py` is vLLM's entry. The halves of a connector are `scheduler.py` and `worker.py`, or for the prefix store
+`store_scheduler.py` and `store_worker.py`. See docs/vllm.md and docs/howto-vllm-store.md.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from llm_datadist.integrations.vllm.connector import LLMDataDistConnector
-from llm_datadist.integrations.vllm.store_connector import LLMDataDistStoreConnector
+from llm_datadist.integrations.vllm.connector import LLMDataDistConnector, LLMDataDistStoreConnector
 
 __all__ = ["LLMDataDistConnector", "LLMDataDistStoreConnector"]
 

@@ -119,7 +119,8 @@ class Engines:
         Raises LinkError if all are in use.
         """
         idle = [key for key, each in self.known.items() if not each.users]
-        retired = [key for key in idle if not any(map(self._is_linked, self.known[key].ranks))]
+        linked = {each.remote_cluster_id for each in self._datadist.statistics().links}
+        retired = [key for key in idle if linked.isdisjoint(each.cluster_id for each in self.known[key].ranks)]
         if len(self.known) - len(retired) >= _MAX_ENGINES:
             if not idle:
                 raise LinkError(f"{_MAX_ENGINES} prefill engines are in use; there is no link to another one")
@@ -128,13 +129,6 @@ class Engines:
             engine = self.known.pop(key)
             engine.threads.submit(self._unlink_retired, engine)
             engine.threads.shutdown(wait=False)
-
-    def _is_linked(self, endpoint: RankEndpoint) -> bool:
-        try:
-            self._datadist.explain(endpoint.cluster_id)
-        except NotLinked:
-            return False
-        return True
 
     # --- on an engine's thread ----------------------------------------------------------------------------------------
 
@@ -172,11 +166,10 @@ class Engines:
 
     def _link_to(self, endpoint: RankEndpoint) -> LinkStatistics:
         """Return the link to the process of the offer, or raise NotLinked. NAT makes addresses meaningless."""
-        cluster_id = endpoint.cluster_id
-        link = self._datadist.explain(cluster_id)
-        there = link.peer_incarnation
-        if there != endpoint.incarnation:
-            raise NotLinked(f"cluster {cluster_id} is another process than the one of the reference: {there}")
+        link = self._datadist.explain(endpoint.cluster_id)
+        if link.peer_incarnation != endpoint.incarnation:
+            another = f"cluster {endpoint.cluster_id} is another process than the one of the reference"
+            raise NotLinked(f"{another}: {link.peer_incarnation}")
         return link
 
     def _link(self, engine: _Engine, endpoint: RankEndpoint) -> None:

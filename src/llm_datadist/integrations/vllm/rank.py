@@ -18,17 +18,19 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from llm_datadist import CacheDesc, DataType
-from llm_datadist.errors import OutOfMemory
+from llm_datadist.devices import CudaDevice
+from llm_datadist.errors import LLMException, OutOfMemory
 from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.kinds import describe, is_in_gpu, windows_of
 from llm_datadist.integrations.vllm.layout import unsupported
-from llm_datadist.integrations.vllm.pool_allocation import PoolAllocation, gpu_of_rank
 from llm_datadist.integrations.vllm.staging import make_copier, make_slots, staged_slots
 from llm_datadist.integrations.vllm.stats import Stats
+from llm_datadist.views import torch_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from llm_datadist import BlocksCacheKey, Cache
+    from llm_datadist import BlocksCacheKey, Cache, LLMDataDist
     from llm_datadist.integrations.vllm.layout import Layout
     from llm_datadist.integrations.vllm.staging import PortableCopier
 
@@ -133,3 +135,47 @@ class Rank:
 
 def at_once() -> None:
     """Wait for nothing."""
+
+
+def gpu_of_rank() -> CudaDevice:
+    """Return vLLM's current GPU, for a pool.
+
+    The pool is sized by what profiling has left free, of which torch's allocator still keeps a part: it is given back.
+    """
+    torch.cuda.empty_cache()
+    try:
+        return CudaDevice(torch.cuda.current_device())
+    except LLMException as error:
+        raise unsupported(f'KV in a pool here: {error}; "staging": true does without one') from error
+
+
+class PoolAllocation(TorchFunctionMode):
+    """While active, answers one ``torch.zeros`` of ``nbytes`` int8 bytes on the CPU, or on ``gpu``, with pool memory.
+
+    The pool of ``datadist`` must have room for them. vLLM's tensors keep it mapped until they are freed, also after
+    ``finalize``.
+    """
+
+    def __init__(self, datadist: LLMDataDist, nbytes: int, gpu: CudaDevice | None = None) -> None:
+        super().__init__()
+        self._datadist = datadist
+        self._nbytes = nbytes
+        self._device = torch.device("cpu", 0) if gpu is None else torch.device("cuda", gpu.ordinal)
+        self.cache: Cache | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        wanted = self.cache is None and func is torch.zeros and args == (self._nbytes,) and self._suits(**given)
+        if not wanted:
+            return func(*args, **given)
+        desc = CacheDesc(1, [1, self._nbytes], DataType.DT_INT8)
+        self.cache = self._datadist.cache_manager.allocate_blocks_cache(desc, granted_only=True)
+        memory = torch_views(self.cache)[0].reshape(-1)
+        memory.zero_()  # on a GPU before the first step, in the same stream
+        return memory
+
+    def _suits(self, dtype: Any = None, device: Any = "cpu", **_: Any) -> bool:
+        asked = torch.device(device)
+        return dtype is torch.int8 and asked.type == self._device.type and asked.index in (None, self._device.index)

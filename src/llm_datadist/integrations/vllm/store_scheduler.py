@@ -86,7 +86,7 @@ class StoreOrders(KVConnectorMetadata):
 
 @dataclass
 class StoreTold(KVConnectorWorkerMetadata):
-    """Report of a rank to the scheduler: its namespace, once, and the saves that have ended."""
+    """What a rank tells the scheduler: its namespace, once, and the saves that have ended."""
 
     namespaces: dict[int, bytes] = field(default_factory=dict)  # by tensor-parallel rank
     ended: Counter[int] = field(default_factory=Counter)  # by save: ranks on which it has ended

@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from llm_datadist import BlocksCacheKey
 from llm_datadist._log import named
 from llm_datadist.errors import LLMException
-from llm_datadist.integrations.vllm.rank import Rank, at_once
+from llm_datadist.integrations.vllm.rank import Rank
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
 
@@ -93,10 +93,10 @@ class StoreWorker(Rank):
             self._saver.submit(self.client.close)
             self._part = orders.part
             self.client = client_of(self._config, self.datadist, self._spaces, self._part, self._rank)
-        earlier = self._submitted() if orders.loads else at_once
         for request, (hits, blocks, slots) in orders.loads.items():
             self._begun[request] = time.monotonic()
             self._loads[request] = slots, blocks
+            earlier = self._submitted()
             self._loaders.submit(self._load, self.client, request, hits[self._rank], slots or blocks, earlier)
 
     def save(self) -> None:

@@ -29,7 +29,7 @@ from llm_datadist.errors import LLMException, ParamError
 from llm_datadist.integrations.vllm.engines import ClaimedOffer, Engines
 from llm_datadist.integrations.vllm.layout import Layout, divide, pages_of, pieces, portions, rows_of, shares
 from llm_datadist.integrations.vllm.offers import ClaimedRequests, EndpointMetadata, Orders, RankEndpoint
-from llm_datadist.integrations.vllm.rank import Rank, at_once
+from llm_datadist.integrations.vllm.rank import Rank
 from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED
 from llm_datadist.views import tensor_views
 
@@ -103,9 +103,9 @@ class RankWorker(Rank):
             self._offer(request)
         for request, (offer, token) in orders.claims.items():
             self._claims[request] = self.engines.claim(offer, token, self._shares)
-        earlier = self._submitted() if orders.fetches else at_once
         for request, targets in orders.fetches.items():
-            self._claims.pop(request).add_done_callback(partial(self._begin_fetch, request, targets, earlier))
+            begin = partial(self._begin_fetch, request, targets, self._submitted())
+            self._claims.pop(request).add_done_callback(begin)
         for request in orders.drops:
             self._claims.pop(request).add_done_callback(self._drop)
         for request in orders.refused:
