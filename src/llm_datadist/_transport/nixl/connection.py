@@ -29,7 +29,7 @@ from llm_datadist._transport.nixl.messages import (
     read_answer,
 )
 from llm_datadist._transport.nixl.worker import NixlWorker
-from llm_datadist.errors import DeadlineExceeded, LinkError, PeerLost, ProtocolError, TransferAborted
+from llm_datadist.errors import DeadlineExceeded, PeerLost, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,19 +101,14 @@ class NixlConnection(ServedConnection):
     def _move(self, transfer: Transfer) -> None:
         transfer.prepare()
         if self.fallback is None or not self._failed:
-            moving = _NixlTransfer(self, transfer)
             try:
-                moving.run()
+                _NixlTransfer(self, transfer).run()
                 return
-            except (NixlFailed, LinkError, DeadlineExceeded) as error:
-                if self._aborted:
-                    text = f"{moving.what()}: the nixl connection was aborted"
-                    raise TransferAborted(text, phase="copy") from error
-                if not isinstance(error, NixlFailed):
-                    raise
-                on = "" if self.fallback is None else "; tcp from now on"
-                logger.warning("%s: NIXL: %s%s", self.server.link, error, on)
-                if self.fallback is None:
+            except NixlFailed as error:
+                if not self._aborted:
+                    on = "" if self.fallback is None else "; tcp from now on"
+                    logger.warning("%s: NIXL: %s%s", self.server.link, error, on)
+                if self.fallback is None or self._aborted:
                     # The caller, which has the link, finds out whether the peer is lost.
                     text = f"{transfer.what}: NIXL: {error}; the addressed bytes are undefined"
                     raise PeerLost(text, phase="copy") from error

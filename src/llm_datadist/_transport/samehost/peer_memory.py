@@ -97,11 +97,7 @@ class PeerMemory(AbstractContextManager["PeerMemory"]):
         self.on_device = _import(offer, of_device)
         self.got_devices = offer.has_devices  # the peer was offered pools in a GPU
         self._remark = _gpus(offer, hello) + offer.kept
-        self.cookie = hello.cookie  # this and the next four as RendezvousHello says
-        self.cookie_address = hello.cookie_address
-        self.canaries = hello.canaries
-        self.shut_out = hello.shut_out
-        self.incarnation = hello.incarnation
+        self.hello = hello
         self.pid = process.pid  # in this pid namespace; 0 if not visible
         self.uid = process.uid
         self._owner = HERE["pid"]
@@ -202,7 +198,7 @@ class SameHostConnection(Connection):
         self._peer = peer
         self.intent_writer: IntentWriter = peer.intent_writer
         guards = peer.guards
-        self._guard_range: AddressRange | None = AddressRange(guards.address, guards.nbytes, False, guards.view())
+        self._guard_range = AddressRange(guards.address, guards.nbytes, False, guards.view())
         super().__init__()
 
     def peer_ended(self) -> bool:
@@ -214,11 +210,6 @@ class SameHostConnection(Connection):
             pidfd = os.dup(self._peer.pidfd)
             return Watch(partial(readable, pidfd), partial(os.close, pidfd))
         return None
-
-    def _guards(self) -> AddressRange:
-        if (found := self._guard_range) is None:
-            raise LinkError("the connection is closed; link again", phase="copy")
-        return found
 
     def _release(self) -> None:
         self._guard_range = None

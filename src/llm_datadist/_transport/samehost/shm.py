@@ -78,10 +78,10 @@ class ShmTransport(Transport):
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.rendezvous.start(loop)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self.rendezvous.close()
 
-    abandon = close
+    close = abandon = stop
 
 
 def _offered(meeting: Meeting) -> Exports | LinkRefused:
@@ -94,9 +94,9 @@ def _proven(meeting: Meeting, memory: PeerMemory | LinkError) -> PeerMemory | Li
     """Return the memory if it is this peer's; else close it and return the reason."""
     if isinstance(memory, LinkError):
         return memory
-    if memory.incarnation != meeting.incarnation:
+    if memory.hello.incarnation != meeting.incarnation:
         what = "incarnation"
-    elif memory.cookie != meeting.theirs.get(ShmTransport.name, b"")[:COOKIE_BYTES]:
+    elif memory.hello.cookie != meeting.theirs.get(ShmTransport.name, b"")[:COOKIE_BYTES]:
         what = "guard table's cookie"
     else:
         return memory
