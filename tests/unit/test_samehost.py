@@ -582,7 +582,7 @@ def test_what_is_no_memory_of_a_gpu_costs_that_region_only_and_nobody_waits(
         assert regions is not None
         regions.wait(Deadline(10_000))
         mapped = regions.get(9) is not None
-        assert (mapped, regions.leaves_out(9)) == (kind == KINDS[-1], kind != KINDS[-1])
+        assert (mapped, 9 in regions.left_out) == (kind == KINDS[-1], kind != KINDS[-1])
         assert regions.remark().startswith("" if mapped else "; region 9 (GPU 00000000) is not mapped: ")
 
 
@@ -596,7 +596,7 @@ def test_an_import_that_the_driver_does_not_end_keeps_nobody_waiting_and_is_undo
         regions = peer.on_device
         assert regions is not None
         regions.wait(Deadline(50))
-        assert (regions.get(9), regions.leaves_out(9)) == (None, True)
+        assert (regions.get(9), 9 in regions.left_out) == (None, True)
         assert "the driver has not answered yet" in regions.remark()
         peer.close()
         gate.set()

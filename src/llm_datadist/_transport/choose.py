@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from llm_datadist.errors import LinkRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llm_datadist._transport.connection import Capabilities
+    from llm_datadist._transport.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,6 @@ class Verdict:
     reason: str
     silent: bool = False  # impossible, and mentioned only if the transport is asked for
     final: bool = False  # impossible, and no other transport reaches that memory either
-
-
-class Candidate:
-    """A transport, as far as the choice needs it."""
-
-    name: str  # as in ``llm.Transport``
-    capabilities: Capabilities  # of its connections
-    beside: bool = False  # may carry non-pool memory beside a transport that does not reach it
-    peer_cannot: str = "the peer cannot use it"  # reason if only the peer cannot use it
-
-
-C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +40,7 @@ def agree(mine: str | None, theirs: str | None, known: Sequence[str]) -> str | N
     return mine or theirs
 
 
-def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str | None) -> Choice:
+def choose(candidates: Sequence[Transport], judge: Callable[[Transport], Verdict], forced: str | None) -> Choice:
     """Return the first usable candidate (best first), or the ``forced`` one, a candidate. Raises LinkRefused."""
     known = {each.name: each for each in candidates}
     against: list[str] = []
@@ -71,7 +59,7 @@ def choose(candidates: Sequence[C], judge: Callable[[C], Verdict], forced: str |
     raise LinkRefused(f"llm.Transport={forced!r} cannot reach the peer: {'; '.join(against)}")
 
 
-def _with_private(choice: Choice, beside: Sequence[C], judge: Callable[[C], Verdict]) -> Choice:
+def _with_private(choice: Choice, beside: Sequence[Transport], judge: Callable[[Transport], Verdict]) -> Choice:
     against: list[str] = []
     for each in beside:
         verdict = judge(each)
@@ -88,7 +76,7 @@ def _without_private(choice: Choice, reason: str) -> Choice:
     return replace(choice, private=None, reason=f"{choice.reason}; non-pool memory by nothing: {reason}")
 
 
-def yield_to(choice: Choice, candidates: Sequence[Candidate], theirs: str | None) -> Choice:
+def yield_to(choice: Choice, candidates: Sequence[Transport], theirs: str | None) -> Choice:
     """Return the choice with the peer's transport for non-pool memory if that is the less preferred one."""
     beside = {each.name: each for each in candidates if each.beside}
     order = [*beside]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from llm_datadist._transport import instances
-from llm_datadist._transport.choose import Candidate, Choice, Verdict, agree, choose, yield_to
-from llm_datadist._transport.connection import Connection, DataPath
+from llm_datadist._transport.choose import Choice, Verdict, agree, choose, yield_to
+from llm_datadist._transport.connection import Capabilities, Connection, DataPath
 from llm_datadist._transport.users import peer_uid
 from llm_datadist.errors import LinkError, LinkRefused
 
@@ -56,17 +56,18 @@ class Context:
     wire: Wire
 
 
-class Transport(Candidate):
+class Transport:
     """One way of moving bytes; one object for each LLMDataDist.
-
-    A subclass has a ``name``, the value of ``llm.Transport``, and the ``capabilities`` of its connections, with that
-    name too.
 
     Owns: what its connections share, until :meth:`close`.
     Threads: methods with a ``meeting`` run in the caller's thread (dialer) or the control thread (listener).
     Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused and leaves nothing behind.
     """
 
+    name: str  # as in ``llm.Transport``
+    capabilities: Capabilities  # of its connections, with that name too
+    beside: bool = False  # may carry non-pool memory beside a transport that does not reach it
+    peer_cannot: str = "the peer cannot use it"  # reason if only the peer cannot use it
     preamble: bytes = b""  # begins connections to the listener for :meth:`admit`
 
     def __init__(self, context: Context) -> None:

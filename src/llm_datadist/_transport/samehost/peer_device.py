@@ -59,9 +59,6 @@ class DeviceRegions:
     def get(self, region: int) -> DeviceSegment | None:
         return self._segments.get(region)
 
-    def leaves_out(self, region: int) -> bool:
-        return region in self.left_out
-
     @elsewhere
     def wait(self, deadline: Deadline) -> None:
         """Wait a little until all imports have ended, so that the first transfer needs no lane."""

@@ -123,7 +123,7 @@ class ShmConnection(SameHostConnection):
 
     def leaves_out(self, region: int) -> bool:
         on_device = self._peer.on_device
-        return on_device is not None and on_device.leaves_out(region)
+        return on_device is not None and region in on_device.left_out
 
     def usage(self) -> Usage:
         return super().usage()._replace(remark=self._peer.remark())
