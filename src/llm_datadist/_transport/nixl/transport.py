@@ -10,11 +10,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.nixl.agent import fabric, usable
 from llm_datadist._transport.nixl.bindings import NOT_INSTALLED, NixlFailed, ucx_transports, why_no_gpu
 from llm_datadist._transport.nixl.connection import CAPABILITIES, NixlConnection
-from llm_datadist._transport.transport import Context, Meeting, Transport
+from llm_datadist._transport.transport import Context, Meeting, Transport, Verdict
 from llm_datadist._transport.users import why_other_user
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import LLMException, LLMStatusCode
