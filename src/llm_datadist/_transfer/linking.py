@@ -15,7 +15,7 @@ from llm_datadist._checks import check_uint64
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger, named
 from llm_datadist._threads import Threads
-from llm_datadist._transfer.v1 import v1_code, v1_codes
+from llm_datadist._transfer.calls import v1_code, v1_codes
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinked, ParamError, link_failures
 from llm_datadist.types.cluster import host_of
 from llm_datadist.types.enums import LLMRole
