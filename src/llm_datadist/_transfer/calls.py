@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
@@ -20,7 +20,7 @@ from llm_datadist._transfer.grants import give_back
 from llm_datadist._transfer.initiator import TransferOp
 from llm_datadist._transfer.layerwise import TENSORS_PER_LAYER, AddressDelivery, CacheTask, KeyDelivery, TransferJob
 from llm_datadist._transfer.local_copy import CacheRow
-from llm_datadist.errors import CacheError, KeyInUse, LLMException, LLMStatusCode, ParamError, StateError
+from llm_datadist.errors import CacheError, LLMStatusCode, ParamError, StateError
 from llm_datadist.types import Cache, CacheKey, LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from llm_datadist.types.grant import Grant
 
@@ -82,29 +82,6 @@ class EngineUser(OfProcess):
     def _perform(self, work: Work) -> None:
         """Do the work of a call after its argument checks. Its awaited form does it in a worker."""
         work(Deadline(self._of.options.sync_kv_timeout_ms))
-
-
-# Status codes of v1 mode that differ from those of v2 (interface §8).
-_CODES: Final = {
-    LLMStatusCode.LLM_TIMEOUT: LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
-    LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
-}
-
-
-def v1_code(code: LLMStatusCode) -> LLMStatusCode:
-    """Return what v1 calls ``code``: its own for time-outs and memory, the same for all others."""
-    return _CODES.get(code, code)
-
-
-@contextmanager
-def v1_codes() -> Iterator[None]:
-    """Give every LLMException of the block its status in v1; its class stays."""
-    try:
-        yield
-    except LLMException as error:
-        in_use = isinstance(error, KeyInUse)
-        error.restate(LLMStatusCode.LLM_FAILED if in_use else v1_code(error.status_code))
-        raise
 
 
 P = ParamSpec("P")
