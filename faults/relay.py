@@ -1,7 +1,7 @@
 """A relay between two ends, which does to their bytes what networks, dying hosts and attackers do.
 
 An end that links to :attr:`Relay.address` instead of its peer's listener goes through the relay with all its
-connections, the control connection and the data lanes. What happens to which bytes is said by :class:`Fault`, for
+connections, the control channel and the data lanes. What happens to which bytes is said by :class:`Fault`, for
 connections to come (:meth:`Relay.plan`) or for those that there are (:meth:`Relay.now`)::
 
     with Relay(("127.0.0.1", port)) as relay:
@@ -220,7 +220,7 @@ class Carried:
 class Relay:
     """Listens on loopback and carries every connection to ``target``. Any thread may call. A context manager.
 
-    ``ways`` are for the first control connection, behind its preamble: then no other is carried.
+    ``ways`` are for the first control channel, behind its preamble: then no other is carried.
     """
 
     def __init__(self, target: tuple[str, int], ways: tuple[Rewriter, Rewriter] | None = None) -> None:
@@ -366,7 +366,7 @@ class Relay:
             return first
         ways, self._ways = self._ways, None
         if ways is None:
-            raise ConnectionAbortedError("a second control connection")
+            raise ConnectionAbortedError("a second control channel")
         carried.halves["up"].stream.feed(first[:PREAMBLE_BYTES], now)
         for half, way in zip(carried.halves.values(), ways, strict=True):
             half.stream.way = way

@@ -134,9 +134,10 @@ def _read_only(name: str, value: object) -> NoReturn:
 
 
 def assign_known(instance: object, name: str, value: object) -> None:
-    """Assign an attribute; AttributeError, with the nearest name, if the class lacks a public one.
+    """Assign an attribute, unless its name is public and the class lacks it.
 
-    It becomes ``__setattr__`` unseen by type checkers, which would else allow any name.
+    For such a name raise AttributeError, which suggests the nearest known name. :class:`Attribute` makes this function
+    the ``__setattr__`` of classes at run time: type checkers that saw a ``__setattr__`` would allow every name.
     """
     if name[0] != "_" and not hasattr(type(instance), name):
         from difflib import get_close_matches

@@ -150,10 +150,11 @@ _ADDRESS: Final[Kind[tuple[str, int]]] = "ip:port or [ipv6]:port", lambda name, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The options of one ``init``; the rows define the fields.
+    """The parsed options of one ``init``; a field's row describes its option.
 
-    In v1 mode ``remote_accessible`` is always False and ``host_mem_pool`` None; ``mem_pool`` may come from
-    ``ge.flowGraphMemMaxSize`` (interface R12). Without ``credentials`` links are not authenticated.
+    In v1 mode ``remote_accessible`` is always False and ``host_mem_pool`` is always None. If v1 mode is given no
+    ``mem_pool``, it makes one from ``ge.flowGraphMemMaxSize``, if that is given (interface R12). If ``credentials`` is
+    None, links are not authenticated.
     """
 
     # fmt: off

@@ -120,7 +120,7 @@ def test_a_slow_handshake_succeeds_and_a_stall_that_ends_soon_costs_nothing(rela
     same_bytes(relayed.decoder.do(show, "rows"), moved(target, source, [(1, 0)]))
 
 
-# --- after it: the control connection ---------------------------------------------------------------------------------
+# --- after it: the control channel ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

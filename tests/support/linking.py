@@ -130,7 +130,7 @@ def link_number(world: World, peer: int) -> int:
 
 
 def lose(world: World, peer: int) -> None:
-    """Cut the control connection, as a network would: neither end meant it."""
+    """Cut the control channel, as a network would: neither side meant it."""
     control = socket_of(world.probe.link(peer))
     with suppress(OSError):  # it may just have been lost
         control.shutdown(socket.SHUT_RDWR)

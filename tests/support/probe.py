@@ -107,7 +107,7 @@ class Probe:
         return list(self.lanes(peer).loads.values())
 
     def break_lanes(self, peer: int, keep: int = 0) -> None:
-        """Do what a network does that forgets connections: the lanes end, the control connection stays."""
+        """Do what a network does that forgets connections: the lanes end, the control channel stays."""
         group = self.lanes(peer)
         for lane in group.lanes()[keep:]:
             self.transport("tcp").lanes.engine.drop_lane(lane)
@@ -120,7 +120,7 @@ class Probe:
         return *dial.args, dial.keywords["secret"]
 
     def unsent(self, peer: int) -> int:
-        """Return how many bytes for a peer wait until its control connection has room."""
+        """Return how many bytes for a peer wait until its control channel has room."""
         channel: Any = self.link(peer).channel
         return int(channel._stream.unsent)
 
@@ -158,7 +158,7 @@ def instances() -> list[LLMDataDist]:
 
 
 def socket_of(link: Link) -> socket.socket:
-    """Return the socket of the control connection of a link."""
+    """Return the socket of a link's control channel."""
     assert link.channel is not None, "a link that can be found has a channel"
     return link.channel._socket
 

@@ -301,7 +301,7 @@ def test_lanes_are_sealed_with_the_keys_they_are_added_with(late: bool) -> None:
 
 
 def test_a_listener_that_says_nothing_is_waited_for_until_the_deadline() -> None:
-    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2], "the purpose tells it from a control connection"
+    assert LANE_PREAMBLE[:-2] == CONTROL_PREAMBLE[:-2], "the purpose tells it from a control channel"
     assert len(LANE_PREAMBLE) == len(CONTROL_PREAMBLE)
     assert LANE_PREAMBLE != CONTROL_PREAMBLE
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -49,9 +49,9 @@ class LinkPort(Protocol):
 class Communicators:
     """All communicators of one LLMDataDist.
 
-    Threads: callers open and close; the retry queue dials; the control thread accepts, and ends late preparations. The
-        lock guards all communicators; nothing blocks under it.
-    Errors: a failed preparation ends the links that were made for it alone.
+    Threads: callers open and close communicators. Threads of the retry queue dial members. The control thread accepts
+        members, and fails a preparation whose time is over. One lock guards all communicators; its holder never blocks.
+    Errors: a preparation that fails ends the links that were made for it alone.
     """
 
     def __init__(self, links: LinkPort, control: ControlLoop, own: int) -> None:

@@ -119,7 +119,8 @@ class NewLink:
     tls: TlsSession | None = None  # encrypts all bytes of the socket
 
 
-#: Who says what, in this order. Instead of any message of its own the listener may say Refused, the last one then.
+#: Messages in their order, each with its speaker. Instead of any message of its own the listener may say Refused, which
+#: is then the last one.
 ORDER: Final = ((DIALER, Hello), (LISTENER, Welcome), (DIALER, TransportChoice), (LISTENER, Linked))
 
 
@@ -330,7 +331,11 @@ class ListenerSide(Handshake):
         self.identified = True
 
     def last_words(self, error: LLMException) -> bytes:
-        """Return the bytes that tell the dialer of an error, as far as it may learn of it."""
+        """Return the bytes that tell the dialer why it is refused, perhaps none.
+
+        An identified dialer learns the error's status and text. Any other dialer learns what the failed step lets it
+        know: the Refused of that step, else TLS's alert, if there is one.
+        """
         if self.identified:
             self._refusal = Refused(int(error.status_code), str(error)[: messages.MAX_REASON])
         return self.alert() if self._refusal is None else self.say(self._refusal)

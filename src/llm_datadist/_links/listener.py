@@ -1,6 +1,6 @@
 """The listener's handshakes: :class:`Listener`, coroutines on the control thread.
 
-The bounds here are against peers that say nothing, or come in numbers; those of bytes are the core's.
+The bounds here are against peers that say nothing, or come in numbers. :mod:`.handshake` bounds the bytes of each peer.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Listener:
 
     Owns: the listening socket, and unverified connections until they are links or a transport's.
     Threads: control.
-    Errors: a failed handshake ends its own connection; the dialer and the log hear why.
+    Errors: a failed handshake ends its own connection. The log tells why, of rejected peers at most once a second; the
+        dialer is told what it may learn.
     """
 
     _control: ControlLoop

@@ -39,9 +39,10 @@ _NO_MEMORY_SECONDS: Final = 0.01
 
 
 class _DirectSelector(selectors.EpollSelector):
-    """An epoll that calls some callbacks itself and passes other events to asyncio.
+    """An epoll that calls callbacks of served sockets itself and passes other events to asyncio.
 
-    asyncio makes some thirty Python calls between an event and its callback, more than a small message costs.
+    Served sockets bypass asyncio because it makes some thirty Python calls between an event and its callback. These
+    cost more than a small message does.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,9 @@ _ALL: Final = Permissions(link=True, pull=True, push=True, locate=True, consume=
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Permissions of peers at this instance; ``require_*`` raises ParamError unless permitted. Threads: any; stateless.
+    """Permissions of peers at this instance. Threads: any; stateless.
+
+    ``require_*`` raises ParamError unless the peer is permitted; a method that raises another error names it.
 
     A peer may use remote-accessible caches, under a pin if :meth:`needs_pin`. It may write with remote cache access
     (RCA), or into a cache located over its link. ``_peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
@@ -134,10 +136,10 @@ class AccessPolicy:
             raise _denied(link, "consume the key of this row")
 
     def needs_pin(self, entry: Entry) -> bool:
-        """Return True if a peer must pin the cache to use it.
+        """Return True if a peer must pin the cache before it uses the cache.
 
-        A complete pull of a row may consume its key and free the memory. Blocks caches and, with RCA, registered ones
-        need no pin: no key of theirs is consumed, and guards suffice.
+        The pin keeps the memory, because a complete pull of a row may consume the row's key and free the memory. Blocks
+        caches need no pin, nor do registered caches with RCA: no key of theirs is consumed, so guards suffice.
         """
         return entry.geometry.kind is CacheKind.CACHE and (entry.owned or not self._store.remote_accessible)
 

@@ -1,4 +1,4 @@
-"""The v1, v2 and C++ calls after argument checks, in blocking and awaited form."""
+"""Work of the v1, v2 and C++ calls, in blocking and awaited form, and the argument checks that these calls share."""
 
 from __future__ import annotations
 

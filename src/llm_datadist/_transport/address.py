@@ -56,9 +56,10 @@ def shut_down(sock: socket.socket) -> None:
 
 
 def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tuple[str, int]]:
-    """Return the addresses of a host in the order to try them. Raises LinkRefused or DeadlineExceeded.
+    """Return the addresses of a host, in the order in which to try them.
 
-    The C library's resolver takes no deadline, so it runs in a daemon thread, which may outlive the call.
+    A daemon thread asks the C library's resolver, because the resolver takes no deadline; the thread may outlive this
+    call. Raises LinkRefused if the host cannot be resolved, DeadlineExceeded if the resolver has not answered in time.
     """
     host, port = address
     if is_ip(host):

@@ -70,10 +70,13 @@ def imported(name: str) -> type[Transport]:
 
 
 class Transports:
-    """The transports of one LLMDataDist, which owns them; all links must use ``asked``, unless that is None.
+    """The transports of one LLMDataDist, which owns this object.
 
-    Threads: control for :meth:`start` and :meth:`stop`, else any.
-    Errors: a transport that cannot be made raises LLMException; those before it are closed.
+    If ``asked`` names a transport, all links must use that one. If it is None, each handshake chooses.
+
+    Owns: the transports, until :meth:`close`.
+    Threads: the control thread calls :meth:`start` and :meth:`stop`, any thread the other methods.
+    Errors: if a transport cannot be made, the constructor closes those made before it and raises LLMException.
     """
 
     def __init__(self, context: Context) -> None:

@@ -76,7 +76,7 @@ class Transport:
     """One way of moving bytes; one object for each LLMDataDist.
 
     Owns: what its connections share, until :meth:`close`.
-    Threads: methods with a ``meeting`` run in the caller's thread (dialer) or the control thread (listener).
+    Threads: methods with a ``meeting`` run in the thread that dials, or at the listener in the control thread.
     Errors: :meth:`judge` says why not; :meth:`connect` raises LinkRefused and leaves nothing behind.
     """
 

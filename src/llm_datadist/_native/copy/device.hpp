@@ -1,8 +1,8 @@
 // A GPU: its context, its streams with windows of host memory, and the movers of plans.
 //
 // Each use pushes the primary context, which torch uses too, and pops it: a caller's current device stays. A call leases
-// a channel (a stream, two windows), so that calls run beside each other. Devices and channels live as long as the
-// process: when destructors run at its end, the driver may be gone.
+// a channel (a stream, two windows), so that calls run beside each other. Devices and their first 16 channels live as
+// long as the process: when destructors run at its end, the driver may be gone.
 #pragma once
 
 #include <unistd.h>

@@ -1,7 +1,7 @@
 // Engine of the data lanes: a few threads that move the bytes of many jobs over many stream sockets.
 //
-// Threads: any. Each lane has one lane thread; calls become its commands. Our jobs end by ticket, requests come as
-// events.
+// Threads: any. Each lane has one lane thread; calls become its commands, which callers run while that thread sleeps.
+// Our jobs end by ticket. Requests come as events, unless a cached reply serves them.
 #pragma once
 
 #include <fcntl.h>

@@ -2,9 +2,9 @@
 
 When the link begins, one side tells the other its receiver (Meet). Then the initiator asks, the owner answers:
 
-    pull over TCP          Ask(receiver of the initiator)  ->  Moved
-    push; pull over RDMA   Ask  ->  Ready(receiver of the owner), then Done  ->  Moved
-    any                    NixlRefused, with a status
+    push; pull over RDMA with RCA   Ask  ->  Ready(receiver of the owner), then Done  ->  Moved
+    any other pull                  Ask(receiver of the initiator)  ->  Moved
+    any                             NixlRefused, with a status
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Slots for the agents of one link: an agent exposes memory to the peer, or moves bytes to and from the peer's memory.
 
-Threads: callers of transfers and the worker's thread take turns at an agent. A thread that frees memory never waits.
+Threads: callers of transfers and the worker's thread take turns at an agent. A thread that frees memory waits for no
+turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The transport nixl: its choice for a link, its connections, and the transfers that this side starts.
 
-Threads: the dialling caller or the control thread judges and connects; each transfer runs in its caller's thread. A
-thread that frees memory waits for requests, which the owner answers by :mod:`.worker`.
+Threads: the thread that dials, or the control thread of the listener, judges and connects; a transfer runs in its
+caller's thread. A thread that frees memory waits for requests that have begun.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def _why_not(options: Options) -> str:
 class NixlConnection(ServedConnection):
     """Connection whose bytes NIXL moves over ``fabric``, see :func:`.agent.fabric`.
 
-    Owns: its agents, and ``fallback``, which moves every transfer from the one on in which NIXL failed.
+    Owns: ``server``, which has the agents of both directions, and ``fallback``. That moves the transfer in which NIXL
+        fails for the first time, and all later ones.
     """
 
     capabilities = _CAPABILITIES
@@ -322,8 +323,9 @@ class _NixlTransfer:
 
     def _on_refusal(self, answer: Answer, again: dict[int, bool]) -> Literal[False]:
         """Raise the exception for a part that did not move; return False for a status marked in ``again``."""
+        progress = self._transfer.progress(self._done)
         if not isinstance(answer, NixlRefused):
-            raise ProtocolError(f"{self.what()}: the peer answered with {type(answer).__name__}")
+            raise ProtocolError(f"{progress}: the peer answered with {type(answer).__name__}")
         if again.get(answer.code):
             return False
         if answer.code == NixlRefused.OVERDUE:
@@ -332,13 +334,10 @@ class _NixlTransfer:
             raise NixlFailed(f"at the peer: {answer.text}")
         touched = answer.touched or self._done > 0
         code = TORN if answer.touched else answer.code
-        raise refusal(code, answer.text, self.what(), untouched=not touched)
+        raise refusal(code, answer.text, progress, untouched=not touched)
 
     def _add(self, nbytes: int) -> None:
         self._done += nbytes
-
-    def what(self) -> str:
-        return self._transfer.progress(self._done)
 
 
 def _in_order(part: Plan) -> Iterator[Plan]:

@@ -1,6 +1,6 @@
 """The transport cma: non-pool memory of another process of this host, by process_vm_readv and process_vm_writev.
 
-The kernel copies between the processes. Only the peer's guard table is mapped, as over shm.
+The kernel copies between the processes. Guards are compared in the peer's guard table, which the rendezvous has mapped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Data lanes of one instance: TCP sockets over which the owner of memory sends or receives it.
 
-The native engine's threads move the bytes; the control thread answers requests. A broken lane fails its own transfers.
+The native engine moves the bytes and answers requests by cached replies. The control thread answers all other requests.
+A broken lane fails its own transfers.
 """
 
 from __future__ import annotations
@@ -361,7 +362,7 @@ class Lanes:
     """The lanes of all links, and the native engine, which the first lane makes: most instances need none.
 
     Owns: the engine, its threads and all lanes, until :meth:`close`.
-    Threads: any; requests are answered on the control thread.
+    Threads: any; requests without a cached reply are answered on the control thread.
     """
 
     def __init__(self, threads: int, owner: MoveOwner) -> None:

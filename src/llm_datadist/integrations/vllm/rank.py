@@ -1,4 +1,4 @@
-"""What a rank of either connector has: an LLMDataDist, the KV cache or slots for it, transfers that end on any thread.
+"""Base of a rank of either connector: its LLMDataDist, the KV cache or slots for it, transfers that end on any thread.
 
 Threads: vLLM's, unless stated.
 

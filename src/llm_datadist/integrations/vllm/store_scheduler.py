@@ -6,7 +6,7 @@
 | gets blocks, and slots if staged | workers load the hits into them |
 | is loaded on all ranks, or ends without blocks | the hits are released, and its slots |
 | could not be loaded | it is computed, and not looked up again |
-| has more full blocks after this step | workers save them, at most a quarter of all blocks at once, or of the slots |
+| has more full blocks after this step | workers save at most a quarter of all blocks at once, or all slots if fewer |
 | ends, and has full blocks that are not saved | they are kept for later steps, at most another quarter |
 
 A block that is saved or kept has a reference of our own until all ranks have reported the end. So vLLM gives it to no
@@ -86,7 +86,7 @@ class StoreOrders(KVConnectorMetadata):
 
 @dataclass
 class StoreTold(KVConnectorWorkerMetadata):
-    """What a rank tells the scheduler: its namespace, once, and the saves that have ended."""
+    """Report of a rank to the scheduler: its namespace, once, and the saves that have ended."""
 
     namespaces: dict[int, bytes] = field(default_factory=dict)  # by tensor-parallel rank
     ended: Counter[int] = field(default_factory=Counter)  # by save: ranks on which it has ended

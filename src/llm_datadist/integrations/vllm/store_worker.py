@@ -1,7 +1,7 @@
 """The LLMDataDist of one rank of an engine with a prefix store: registers the KV cache, loads hits, saves blocks.
 
 Threads: vLLM's gives orders and collects results; four load, one saves.
-Errors: a load that fails is reported, and the request computed; a save that fails is tried three times.
+Errors: a load that fails is reported, and the request computed; a save that fails is tried at most three times.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _PASSES: Final = 3
 def standard(request: Request) -> list[Case]:
     """Return the cases of the standard suite, in the order of the table.
 
-    ``request`` has only ``threads``, ``against`` and ``set_bytes``, which shrinks to fit memory; another option, or a
-    contender that does not exist, is a BenchError.
+    The suite takes ``threads``, ``against`` and ``set_bytes`` of ``request``. It halves ``set_bytes`` until the sets
+    fit into memory, down to 1 MiB. Raises BenchError if ``request`` has another option, or an unknown contender.
     """
     check_options(request, "standard", {"threads", "against"})
     request = replace(request, set_bytes=_fitting(request.set_bytes))

@@ -37,7 +37,10 @@ _decode: Final = msgspec.json.Decoder(list[Finding] | str).decode
 
 
 def examine(*wanted: int) -> list[Finding]:
-    """Return findings about driver and GPUs; without them only one. If a ``wanted`` GPU lacks, that is a problem."""
+    """Return findings about NVIDIA's driver and the GPUs that it shows.
+
+    If it shows none, the only finding tells why. A ``wanted`` GPU, by number, that is missing is a problem.
+    """
     found = _ask(*wanted)
     if found is None:
         mend = "run the command again without profilers: env -u CUDA_INJECTION64_PATH -u LD_PRELOAD llm-datadist doctor"
