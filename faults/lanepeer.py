@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from llm_datadist._deadline import Deadline
+from llm_datadist._transport.address import read_exactly
 from llm_datadist._transport.tcp import lanes as wire
 from llm_datadist._transport.tcp.connection import TcpConnection
 from llm_datadist.errors import LLMException
@@ -133,7 +134,7 @@ class LaneChild(OwnerChild):
             sock, _ = await self._loop.sock_accept(self._server)
             try:
                 preamble = await self._loop.sock_recv(sock, len(wire.LANE_PREAMBLE))
-                token = await wire.read_lane_greeting(self._loop, sock)
+                token = await read_exactly(self._loop, sock, wire.TOKEN_BYTES, "lane greeting")
                 if preamble != wire.LANE_PREAMBLE or token not in self._groups:
                     sock.close()
                     continue

@@ -21,7 +21,7 @@ from faults.lanepeer import OwnerChild, OwnerProcess
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
 from llm_datadist._transport.nixl.agent import fabric, usable
-from llm_datadist._transport.nixl.connection import NixlConnection
+from llm_datadist._transport.nixl.transport import NixlConnection
 from llm_datadist._transport.nixl.worker import NixlWorker
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import LinkError, PeerLost

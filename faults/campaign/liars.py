@@ -33,7 +33,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.identity import new_share
 from llm_datadist._links.messages import CONTROL_PREAMBLE, FRAME_HEADER
 from llm_datadist._native import Plan, encode_request, plan_row
-from llm_datadist._transfer.handles import Handle, encode_handle
+from llm_datadist._transfer.resolution import Handle, encode_handle
 from llm_datadist._transport.tcp.lanes import LANE_PREAMBLE
 from llm_datadist.errors import LLMException
 

@@ -24,13 +24,13 @@ from llm_datadist._cache.registry import FIRST_NAMED_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, LaneEvent, LaneLost, Plan, encode_request, plan_row
+from llm_datadist._transport.address import read_exactly
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.tcp.lanes import (
     TOKEN_BYTES,
     LaneGroup,
     Lanes,
     LaneSocket,
-    read_lane_greeting,
 )
 from llm_datadist.errors import CacheNotFound, LLMException, ProtocolError
 from tests.support.twin import tensors_of
@@ -252,7 +252,7 @@ def fuzz_lane_greetings(frames: int, seed: int) -> Verdicts:
                 ours.send(said)
                 ours.shutdown(socket.SHUT_WR)
                 try:
-                    token = await read_lane_greeting(asyncio.get_running_loop(), theirs)
+                    token = await read_exactly(asyncio.get_running_loop(), theirs, TOKEN_BYTES, "lane greeting")
                 except ProtocolError as error:
                     verdicts.refuse(error)
                     continue

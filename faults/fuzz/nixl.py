@@ -18,8 +18,8 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._native import Plan, encode_request, plan_row
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.nixl.bindings import NixlFailed
-from llm_datadist._transport.nixl.connection import NixlConnection
 from llm_datadist._transport.nixl.messages import Address, Ask, Done, Meet, NixlRefused, read_answer, read_request
+from llm_datadist._transport.nixl.transport import NixlConnection
 from llm_datadist._transport.transport import Context
 from llm_datadist.errors import CacheNotFound, ProtocolError
 from tests.support.twin import tensors_of

@@ -12,7 +12,7 @@ from llm_datadist._native.public_call import public_calls, whole
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
 from llm_datadist._transfer.calls import BlocksTransfer, EngineUser, LayerwiseArguments, RowTransfer
-from llm_datadist._transfer.v1 import v1_code, v1_codes
+from llm_datadist._transfer.linking import v1_code, v1_codes
 from llm_datadist.errors import LLMStatusCode
 from llm_datadist.kv_cache import KvCache, Tensor, TensorDesc, cache_of
 from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyByIdAndIndex, LLMRole, Placement

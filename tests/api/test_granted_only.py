@@ -16,7 +16,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._links.messages import Guarded, Verify
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import Plan
-from llm_datadist._transfer.handles import Handle, encode_handle
+from llm_datadist._transfer.resolution import Handle, encode_handle
 from llm_datadist._transport.connection import Transfer
 from llm_datadist.errors import CacheMismatch, GrantEnded, LLMException
 from llm_datadist.types.grant import Grant

@@ -18,7 +18,7 @@ from llm_datadist._links import messages as wire
 from llm_datadist._links.dial import Dial
 from llm_datadist._native import Plan, plan_row
 from llm_datadist._transfer.access import AccessPolicy
-from llm_datadist._transfer.handles import Handle, encode_handle
+from llm_datadist._transfer.resolution import Handle, encode_handle
 from llm_datadist._transfer.target import Target
 from llm_datadist._transport.moves import MoveReply, MoveRequest
 from llm_datadist._transport.tcp.lanes import MAX_LANES, dial_lanes

@@ -112,7 +112,7 @@ def init_with(world: World, limit: Any, free: int, v1: bool = False, gpu: bool =
     before = baseline(world)
     settings = {"enable_cache_manager": None, "host_mem_pool_cfg": None} if v1 else {"gpu": gpu}
     options, world.dd = make_config(listen_ip_info="127.0.0.1:0", **settings), LLMDataDist(LLMRole.PROMPT, 1)
-    for name in ("llm_datadist.kv_cache_manager", "llm_datadist._transfer.v1") if v1 else ():
+    for name in ("llm_datadist.kv_cache_manager",) if v1 else ():
         sys.modules.pop(name, None)
     outcome = ""
     try:

@@ -30,7 +30,7 @@ from llm_datadist._memory.guards import SLOT_BYTES, GuardTable
 from llm_datadist._memory.write_intents import WriteIntents
 from llm_datadist._native import Plan
 from llm_datadist._native.plan import PlanSide, digest
-from llm_datadist._transfer import handles
+from llm_datadist._transfer import resolution
 from llm_datadist._transport import address
 from llm_datadist._transport.nixl import messages as nixl
 from llm_datadist._transport.samehost import rendezvous
@@ -133,8 +133,8 @@ def _protocol() -> dict[str, Frame]:
     later = partial(_elements, more=_LATER)
     for kind in (messages.Hello, messages.Welcome):
         frames[f"{kind.__name__} of a later release"] = Frame(made(kind), later, _message)
-    kinds = get_args(get_type_hints(handles.decode_handle)["return"])
-    frames |= _each(kinds, handles.encode_handle, handles.decode_handle)
+    kinds = get_args(get_type_hints(resolution.decode_handle)["return"])
+    frames |= _each(kinds, resolution.encode_handle, resolution.decode_handle)
     for kinds, decode in (
         (get_args(nixl.Request), nixl.read_request),
         (get_args(nixl.Answer), nixl.read_answer),

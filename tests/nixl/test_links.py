@@ -15,7 +15,7 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, LLMStatusCode
 from llm_datadist._transport.nixl import agent, bindings, messages, transport
-from llm_datadist._transport.nixl.connection import NixlConnection
+from llm_datadist._transport.nixl.transport import NixlConnection
 from llm_datadist._transport.nixl.worker import NixlWorker
 from llm_datadist.errors import DeadlineExceeded, LLMException, TransferFailed
 from tests.support.ends import ChildEnd, End

@@ -39,8 +39,8 @@ from llm_datadist._native import LentBlocks, Plan
 from llm_datadist._policy import PeerPolicy
 from llm_datadist._transfer.access import AccessPolicy
 from llm_datadist._transfer.checksum import ChecksumTarget
-from llm_datadist._transfer.handles import Handle, KeyHandle, encode_handle
 from llm_datadist._transfer.questions import Questions
+from llm_datadist._transfer.resolution import Handle, KeyHandle, encode_handle
 from llm_datadist._transfer.target import Target
 from llm_datadist._transport.moves import MoveRequest
 from llm_datadist.config import Options

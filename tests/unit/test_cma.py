@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -40,12 +41,13 @@ def met() -> Iterator[tuple[PeerProcess, PeerMemory]]:
 
 def test_a_peer_is_reached_only_where_it_shows_its_cookie(met: tuple[PeerProcess, PeerMemory]) -> None:
     """The header of the guard table serves as cookie too; an address comes from the wire and is not trusted."""
-    (process, peer), cookie, own = met, secrets.token_bytes(16), met[1].cookie
+    (process, peer), cookie, own = met, secrets.token_bytes(16), met[1].hello.cookie
     process.poke(NON_POOL, np.frombuffer(cookie, np.uint8))
     place, pid = process.address(NON_POOL), f"pid {peer.pid}"
 
     def reason_of(address: int, cookie: bytes, pid: int = peer.pid) -> str | None:
-        told: Any = SimpleNamespace(pid=pid, uid=peer.uid, cookie_address=address, cookie=cookie, alive=peer.alive)
+        hello = SimpleNamespace(cookie_address=address, cookie=cookie)
+        told: Any = SimpleNamespace(pid=pid, uid=peer.uid, hello=hello, alive=peer.alive)
         return probe(told)
 
     for address, shown, reason in (
@@ -100,7 +102,8 @@ def test_a_process_that_is_not_the_peer_any_more_is_a_lost_peer_and_is_not_writt
             verb(one_row(64), tensors_over(local), remote, Deadline(1000))
     assert mine.tolist() == list(range(64))
     if ended:
-        peer.cookie_address, peer.cookie = mine.ctypes.data, mine[:16].tobytes()
+        told = msgspec.structs.replace(peer.hello, cookie_address=mine.ctypes.data, cookie=mine[:16].tobytes())
+        peer.hello = told
         assert probe(peer) == f"the peer process {os.getpid()} has ended"
     stranger.close()
     peer.pid = pid

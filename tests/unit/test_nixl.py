@@ -28,7 +28,6 @@ from llm_datadist._native.public_call import public_call, put_off
 from llm_datadist._transport.connection import Transfer
 from llm_datadist._transport.moves import MoveReply
 from llm_datadist._transport.nixl.bindings import NixlFailed
-from llm_datadist._transport.nixl.connection import NixlConnection
 from llm_datadist._transport.nixl.messages import (
     Address,
     Ask,
@@ -40,7 +39,7 @@ from llm_datadist._transport.nixl.messages import (
     read_answer,
     read_request,
 )
-from llm_datadist._transport.nixl.transport import NixlTransport, common_fabric
+from llm_datadist._transport.nixl.transport import NixlConnection, NixlTransport, common_fabric
 from llm_datadist._transport.transport import Context, Meeting
 from llm_datadist._transport.users import why_other_user
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMStatusCode, PeerLost, ProtocolError

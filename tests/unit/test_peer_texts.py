@@ -16,7 +16,7 @@ from llm_datadist._links import messages
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.tls_session import TlsSession
 from llm_datadist._statistics_page import PAGE_VERSION, cleaned
-from llm_datadist._transfer.handles import decode_handle
+from llm_datadist._transfer.resolution import decode_handle
 from llm_datadist._transport.moves import refusal, status_of
 from llm_datadist._transport.nixl.bindings import NixlFailed
 from llm_datadist._transport.nixl.messages import read_answer

@@ -65,7 +65,7 @@ _FINALIZED: Final = "finalized"
 _ENDS_AT_ONCE: Final = 16  # grants of a lost reader
 MAX_WAITING: Final = 4096  # waiting claims of one peer; beyond, the answer is LLM_LINK_BUSY
 _MAX_WAIT_S: Final = 24 * 3600.0  # longest wait of a claim
-_FEW: Final = 64  # expiries of ended grants that are kept in any case
+_FEW: Final = 64  # expiries of ended and renewed grants that are kept in any case
 _CLOCK_STEP: Final = 0.001  # seconds, above the resolution by which asyncio calls early
 MAX_ENDED: Final = 1 << 14  # ended grants remembered, 3 MiB, so that their claims do not wait
 
@@ -89,7 +89,6 @@ class _ActiveGrant(msgspec.Struct, eq=False):
     grant: Grant
     entry: Entry  # may be freed
     until: float  # monotonic
-    looked_at: float  # next look of the control thread, at most ``until``
     readers: int = 0  # number, by the first claim
     claims: set[Link] = msgspec.field(default_factory=set)  # not released yet
     releases: int = 0
@@ -126,7 +125,7 @@ class Grants:
         self._lock = threading.Lock()  # guards all below
         self._advanced = threading.Condition(self._lock)  # notified after each end
         self._given: dict[bytes, _ActiveGrant] = {}
-        self._expiries: list[tuple[float, bytes]] = []  # a heap
+        self._expiries: list[tuple[float, bytes]] = []  # a heap, also with times before a renewal
         self._looks: list[float] = []  # a heap: when the control thread will look at it
         self._waiting: dict[bytes, list[_Waiting]] = {}  # by token
         self._waiting_of: Counter[Link] = Counter()
@@ -166,7 +165,7 @@ class Grants:
             try:
                 grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.array, self)
                 until = time.monotonic() + seconds
-                for waiting, answer in self._add(_ActiveGrant(grant, entry, until, until, on_end=on_end), link):
+                for waiting, answer in self._add(_ActiveGrant(grant, entry, until, on_end=on_end), link):
                     waiting.tell(answer)
             except BaseException:
                 added = self._given.get(token)
@@ -211,8 +210,8 @@ class Grants:
 
     def _expires(self, when: float, token: bytes) -> bool:
         """Under the lock: note when to look at a grant; return True if a look must be scheduled for then."""
-        if len(self._expiries) > 2 * len(self._given) + _FEW:  # most are of grants that have ended
-            found = [(each.looked_at, token) for token, each in self._given.items() if each.looked_at < math.inf]
+        if len(self._expiries) > 2 * len(self._given) + _FEW:  # most are of grants that have ended, or were renewed
+            found = [(each.until, token) for token, each in self._given.items() if each.until < math.inf]
             heapq.heapify(found)
             self._expiries = found
         heapq.heappush(self._expiries, (when, token))
@@ -226,15 +225,13 @@ class Grants:
         return earlier
 
     def renew(self, grant: Grant, ttl: float) -> None:
-        until, earliest = time.monotonic() + _check_ttl(ttl), False
+        until = time.monotonic() + _check_ttl(ttl)
         with self._lock:
             if (given := self._given.get(grant.token)) is None:
                 why = self._ended.get(grant.token, (state_of(grant).end,))[0]
                 raise StateError(f"renew: {grant!r} has ended: {why}")
             given.until = until
-            if until < given.looked_at:  # the scheduled look finds a longer time
-                given.looked_at = until
-                earliest = self._expires(until, grant.token)
+            earliest = self._expires(until, grant.token)
         if earliest:
             self._call_at(until, self._expire)
 
@@ -429,14 +426,9 @@ class Grants:
             while self._expiries and self._expiries[0][0] <= now:
                 when, token = heapq.heappop(self._expiries)
                 given = self._given.get(token)
-                if given is None or given.looked_at != when:
-                    continue
-                if given.until <= now:
+                if given is not None and given.until == when:
                     self._remove(token, EXPIRED)  # now: renew() finds it until then
                     over.append(given)
-                else:
-                    given.looked_at = given.until
-                    heapq.heappush(self._expiries, (given.until, token))
             following = self._expiries[0][0] if self._expiries else math.inf
             earlier = following < math.inf and self._looks_earlier(following)
         self._advance(over, EXPIRED)

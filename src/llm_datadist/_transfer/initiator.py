@@ -23,8 +23,7 @@ from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._transfer.access import granted_only
 from llm_datadist._transfer.checksum import Comparison
 from llm_datadist._transfer.grants import why_ended
-from llm_datadist._transfer.handles import KeyHandle, encode_handle
-from llm_datadist._transfer.resolution import Resolution, keep, open_answer, with_grant
+from llm_datadist._transfer.resolution import KeyHandle, Resolution, encode_handle, keep, open_answer, with_grant
 from llm_datadist._transport.connection import MemoryChanged, MemoryTorn, Transfer
 from llm_datadist._transport.moves import is_one_request
 from llm_datadist.errors import (

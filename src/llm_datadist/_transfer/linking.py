@@ -8,6 +8,7 @@ mode a call links all its clusters or none. To undo a link it asks the peer, the
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,13 +16,12 @@ from llm_datadist._checks import check_uint64
 from llm_datadist._deadline import Deadline, wait_all
 from llm_datadist._log import logger, named
 from llm_datadist._threads import Threads
-from llm_datadist._transfer.v1 import v1_code, v1_codes
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotLinked, ParamError, link_failures
+from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked, ParamError, link_failures
 from llm_datadist.types.cluster import host_of
 from llm_datadist.types.enums import LLMRole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
@@ -34,8 +34,29 @@ if TYPE_CHECKING:
     Pending = Callable[[Deadline], "Outcome"]
 
 _OK: Final = LLMStatusCode.LLM_SUCCESS
+# Status codes of v1 mode that differ from those of v2 (interface §8).
+_CODES: Final = {
+    LLMStatusCode.LLM_TIMEOUT: LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+    LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+}
 _THREADS: Final = 128  # clusters linked at once: a silent one must not use the time of the next (interface R19)
 _UNDO_MS: Final = 1000  # milliseconds for undoing; afterwards this side unlinks without the peer's agreement
+
+
+def v1_code(code: LLMStatusCode) -> LLMStatusCode:
+    """Return what v1 calls ``code``: its own for time-outs and memory, the same for all others."""
+    return _CODES.get(code, code)
+
+
+@contextmanager
+def v1_codes() -> Iterator[None]:
+    """Give every LLMException of the block its status in v1; its class stays."""
+    try:
+        yield
+    except LLMException as error:
+        in_use = isinstance(error, KeyInUse)
+        error.restate(LLMStatusCode.LLM_FAILED if in_use else v1_code(error.status_code))
+        raise
 
 
 class Outcome(NamedTuple):

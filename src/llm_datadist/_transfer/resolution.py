@@ -1,4 +1,4 @@
-"""Names of remote caches, and the target's answers, validated and mapped in the caller's thread.
+"""Names of remote caches and of their memory, and the target's answers, validated and mapped in the caller's thread.
 
 An invalid answer raises, and gives its pin back.
 """
@@ -6,17 +6,18 @@ An invalid answer raises, and gives its pin back.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._links.messages import GrantedOnly, Guarded, Release, Resolved
+from llm_datadist._cache.registry import FIRST_NAMED_PIN
+from llm_datadist._checks import clean
+from llm_datadist._links.messages import U64, GrantedOnly, Guarded, Id, Release, Resolved
 from llm_datadist._memory.exports import NON_POOL
 from llm_datadist._native import GuardSet, steps
 from llm_datadist._native.public_call import raise_of_handler
-from llm_datadist._transfer.handles import Handle, encode_handle
 from llm_datadist._transport.connection import guards_of
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError, TransferFailed
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_MAPPED: Final = 1024  # tensors cached per link, each with at most so many bytes of offsets
 _MAX_MAPPED_BYTES: Final = 4096
+_MAX_GUARDS: Final = 8  # of a handle
 
 
 class RemoteName(msgspec.Struct, frozen=True):
@@ -42,6 +44,41 @@ class RemoteName(msgspec.Struct, frozen=True):
         if self.key is not None:
             return f"key {self.key} of cluster {self.cluster_id}"
         return f"cache {self.cache_id} row {self.row} of cluster {self.cluster_id}"
+
+
+class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=0):
+    """Cache, pin (0: none) and guards of a ``Resolved``, with the guard of any grant."""
+
+    cache_id: Id
+    pin: Id
+    guards: Annotated[list[Guarded], msgspec.Meta(min_length=1, max_length=_MAX_GUARDS)]
+
+
+class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    """Predicted resolution: the owner finds a cache of this geometry by ``key``.
+
+    It pins the cache as number ``pin``. Offsets of the request begin at the key's row. ``reported`` counts the reports
+    sent before; one that is still on its way may consume the key.
+    """
+
+    key: tuple[int, U64, U64]
+    geometry: Geometry
+    pin: Annotated[int, msgspec.Meta(ge=FIRST_NAMED_PIN, le=2**63 - 1)]
+    budget_ms: Id
+    reported: Id
+
+
+encode_handle: Final = msgspec.msgpack.Encoder().encode
+_decoder: Final = msgspec.msgpack.Decoder(Handle | KeyHandle)
+
+
+def decode_handle(data: bytes) -> Handle | KeyHandle:
+    """Decode a handle; ProtocolError."""
+    try:
+        handle: Handle | KeyHandle = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"move request: invalid handle: {clean(str(error))}") from error
+    return handle
 
 
 class Resolution(msgspec.Struct, eq=False):

@@ -50,7 +50,7 @@ class Workers:
             try:
                 return await asyncio.shield(waiting)
             except asyncio.CancelledError:
-                if awaited.dropped():  # by stop or close, not by the awaiting task
+                if waiting.cancelled():  # by stop or close, not by the awaiting task
                     raise _finalized() from None
                 if not awaited.cancel():
                     await _end_of(waiting)
@@ -96,9 +96,6 @@ class _AwaitedCall(Generic[T]):
         except RuntimeError as error:
             raise _finalized() from error
         return self._future
-
-    def dropped(self) -> bool:
-        return self._future is not None and self._future.cancelled()
 
     @public_call
     def end(self) -> None:

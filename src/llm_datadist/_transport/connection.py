@@ -35,7 +35,15 @@ from llm_datadist._native import (
     execute,
 )
 from llm_datadist._native.public_call import public_call
-from llm_datadist.errors import LinkError, ParamError, ProtocolError, StateError, TransferAborted, TransferFailed
+from llm_datadist.errors import (
+    DeadlineExceeded,
+    LinkError,
+    ParamError,
+    ProtocolError,
+    StateError,
+    TransferAborted,
+    TransferFailed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._memory.write_intents import IntentWriter
     from llm_datadist._native._native import TensorList
-    from llm_datadist.errors import DeadlineExceeded, LLMException
+    from llm_datadist.errors import LLMException
 
 
 #: Base address of a served peer's regions; no process has such addresses, so none passes for a local one.
@@ -222,6 +230,7 @@ class Connection(AbstractContextManager["Connection"]):
     recovery: Recovery | None = None  # None if nothing breaks but the link
     server: PeerServer | None = None  # None if the peer asks nothing over the control channel
     _ranges: dict[int, AddressRange]  # by region
+    _guard_range: AddressRange | None = None  # of the peer's guard table here; None if it is not mapped
 
     def __init__(self) -> None:
         self._pid = HERE["pid"]
@@ -241,9 +250,11 @@ class Connection(AbstractContextManager["Connection"]):
         """Return True for a region of the peer's that is not mapped, or not yet. Never waits."""
         return False
 
-    @abstractmethod
     def _guards(self) -> AddressRange:
-        """Return the range of the peer's guard table here."""
+        """Return the range of the peer's guard table here. Raises LinkError if it is not mapped."""
+        if (found := self._guard_range) is None:
+            raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")
+        return found
 
     @abstractmethod
     def _move(self, transfer: Transfer) -> None:
@@ -338,11 +349,15 @@ class Connection(AbstractContextManager["Connection"]):
             self.refuse(self, transfer.what)
         nbytes = transfer.plan.nbytes
         with Use(self._users, self, self, "write" if transfer.write else "read"):
-            self._move(transfer)
-            (self._written if transfer.write else self._read).add(nbytes)
+            try:
+                self._move(transfer)
+                (self._written if transfer.write else self._read).add(nbytes)
+            except (LinkError, TransferFailed, DeadlineExceeded):
+                if not self._aborted:
+                    raise
         if self._aborted:
             name = self.capabilities.name
-            text = f"{transfer.what}: the {name} connection was aborted while {nbytes} bytes moved"
+            text = f"{transfer.what}: the {name} connection was aborted during a transfer of {nbytes} bytes"
             raise TransferAborted(text, phase="copy")
         return nbytes
 
@@ -410,9 +425,6 @@ class ServedConnection(Connection):
     def __init__(self, *, writable: bool) -> None:
         self._ranges = {NON_POOL: AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)}
         super().__init__()
-
-    def _guards(self) -> AddressRange:
-        raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")
 
 
 def guards_of(connection: Connection, promised: list[tuple[int, int]]) -> GuardSet:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
 from llm_datadist._transport import instances
-from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
-from llm_datadist._transport.transport import DEVICE, Meeting, Transport
+from llm_datadist._transport.transport import DEVICE, Meeting, Transport, Verdict
 from llm_datadist.errors import LinkError, PeerLost
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class InprocConnection(Connection):
         }
         self._ranges[NON_POOL] = AddressRange(0, ADDRESS_SPACE, exports.writable)
         guards = exports.guards.segment
-        self._guard_range: AddressRange | None = AddressRange(guards.address, guards.nbytes, False, guards.view())
+        self._guard_range = AddressRange(guards.address, guards.nbytes, False, guards.view())
         self._page = exports.writers.open_here()
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()
@@ -85,9 +84,7 @@ class InprocConnection(Connection):
 
     def _guards(self) -> AddressRange:
         self._check_peer()
-        if (found := self._guard_range) is None:
-            raise LinkError("inproc: the connection is closed; link again", phase="copy")
-        return found
+        return super()._guards()
 
     def _move(self, transfer: Transfer) -> None:
         self._check_peer()

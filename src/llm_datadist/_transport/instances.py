@@ -13,12 +13,11 @@ from llm_datadist.errors import ParamError
 if TYPE_CHECKING:
     from llm_datadist._memory.exports import Exports
 
-# Threads: any; each use is one atomic dict operation.
+# Threads: any; each use is atomic operations of dicts and lists.
 _instances: dict[bytes, Exports] = {}
-# By the token of a handshake: exports of its dialer and of its listener.
-_offers: dict[bytes, Exports] = {}
-_answers: dict[bytes, Exports] = {}
-for _table in (_instances, _offers, _answers):  # a forked child holds none of the parent's instances
+# By the token of a handshake: exports of its dialer, then of each listener that has accepted it.
+_offers: dict[bytes, list[Exports]] = {}
+for _table in (_instances, _offers):  # a forked child holds none of the parent's instances
     os.register_at_fork(after_in_child=_table.clear)
 
 
@@ -42,25 +41,23 @@ def is_here(exports: Exports) -> bool:
 
 def offer(token: bytes, exports: Exports) -> None:
     """Let a listener of this process find the dialer by its token, until :func:`withdraw`."""
-    _offers[token] = exports
+    _offers[token] = [exports]
 
 
 def accept(token: bytes, exports: Exports) -> Exports | None:
-    """Return the exports of the dialer, and leave it ``exports``; None if it is in another process."""
-    offered = _offers.get(token)
-    if offered is None or _answers.setdefault(token, exports) is not exports:
+    """Return the exports of the dialer, and leave it ``exports``; None if it is elsewhere, or took another answer."""
+    if (met := _offers.get(token)) is None:
         return None
-    if token not in _offers:  # withdrawn meanwhile
-        _answers.pop(token, None)
-        return None
-    return offered
+    if len(met) == 1:
+        met.append(exports)
+    return met[0] if met[1] is exports else None
 
 
 def answer(token: bytes) -> Exports | None:
     """Return the exports of the listener; None if it is in another process."""
-    return _answers.get(token)
+    met = _offers.get(token, [])
+    return met[1] if len(met) > 1 else None
 
 
 def withdraw(token: bytes) -> None:
     _offers.pop(token, None)
-    _answers.pop(token, None)

@@ -297,7 +297,10 @@ class PeerChild:
         self._loop.call_soon_threadsafe(self._listener.start, self._loop)
 
     def _stop(self) -> None:
-        self._listener.close()
+        closed = threading.Event()
+        self._loop.call_soon_threadsafe(self._listener.close)
+        self._loop.call_soon_threadsafe(closed.set)
+        closed.wait()
         self._peer.close()
         while self._met:
             self._met.pop().close()

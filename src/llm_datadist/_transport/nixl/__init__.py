@@ -2,5 +2,5 @@
 
 The owner of the memory checks its guards before the first byte and after the last, as with tcp. Each side of a link has
 agents of its own, because a transfer that is given up ends its agent, and so every late byte. Read :mod:`.messages`
-first, then :mod:`.connection` (the initiator) and :mod:`.worker` (the owner).
+first, then :mod:`.transport` (the initiator) and :mod:`.worker` (the owner).
 """

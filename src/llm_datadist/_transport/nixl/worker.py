@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -38,7 +38,7 @@ from llm_datadist._transport.nixl.slots import AgentSlot
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from llm_datadist._native import Plan
     from llm_datadist._transport.transport import Context
@@ -220,6 +220,8 @@ class NixlWorker:
                 with self._changed:
                     self.waiting_bytes -= nbytes
                 job()
+        except (NixlFailed, LLMException) as error:  # of an introduction: the first transfer tries again
+            logger.info("nixl: the agents of %s are not connected yet: %s", self.link, error)
         except Exception:  # noqa: BLE001 (a bug costs a request, not the thread)
             logger.exception("nixl: a request of %s failed", self.link)
 
@@ -230,22 +232,13 @@ class NixlWorker:
                 agent.receive()
 
     def _introduce(self, receiver: AgentSlot) -> None:
-        with self._at_leisure():
-            with receiver.using(self._turn) as agent:
-                address = agent.address("")
-            self._context.wire.tell(self.link, encode(Meet(address)))
+        with receiver.using(self._turn) as agent:
+            address = agent.address("")
+        self._context.wire.tell(self.link, encode(Meet(address)))
 
     def _load(self, meet: Meet) -> None:
-        with self._at_leisure(), self.push_sender.using(self._turn) as agent:
+        with self.push_sender.using(self._turn) as agent:
             agent.load(meet.receiver)
-
-    @contextmanager
-    def _at_leisure(self) -> Iterator[None]:
-        """Log a failure: the first transfer tries again."""
-        try:
-            yield
-        except (NixlFailed, LLMException) as error:
-            logger.info("nixl: the agents of %s are not connected yet: %s", self.link, error)
 
     def _serve(self, served: ServedRequest) -> None:
         with self._changed:

@@ -13,10 +13,9 @@ from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._native import ProcessMemory, peek_process
-from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
 from llm_datadist._transport.samehost.peer_memory import PeerMemory, SameHostConnection
-from llm_datadist._transport.transport import Meeting, Transport
+from llm_datadist._transport.transport import Meeting, Transport, Verdict
 from llm_datadist.errors import LinkError, LinkRefused, PeerLost, TransferFailed
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -39,9 +38,9 @@ class CmaTransport(Transport):
             return Verdict(False, "a side has memory of a GPU, which the kernel does not copy")
         if not isinstance(memory, PeerMemory):
             return Verdict(False, "no same-host rendezvous was made" if memory is None else str(memory))
-        if not memory.cookie_address:
+        if not memory.hello.cookie_address:
             return Verdict(False, "the peer lets this side into none of its memory", final=True)
-        if (reason := probe(memory)) is None and memory.shut_out:
+        if (reason := probe(memory)) is None and memory.hello.shut_out:
             reason = self.peer_cannot
         return Verdict(reason is None, reason or "the kernel lets us into the peer's memory")
 
@@ -59,7 +58,8 @@ class CmaConnection(SameHostConnection):
         self._ranges = {NON_POOL: AddressRange(0, ADDRESS_SPACE, writable)}
         # The pidfd reports the end of the process too late for a running call, so each call proves the address space: a
         # read compares the cookie along with the bytes, a write touches the canaries before its first byte.
-        self._memory = ProcessMemory(peer.pid, peer.pidfd, peer.cookie_address, peer.cookie, peer.canaries)
+        hello = peer.hello
+        self._memory = ProcessMemory(peer.pid, peer.pidfd, hello.cookie_address, hello.cookie, hello.canaries)
         super().__init__(peer)
 
     def _range(self, region: int) -> AddressRange | None:
@@ -87,12 +87,13 @@ class CmaConnection(SameHostConnection):
 
 def probe(peer: PeerMemory) -> str | None:
     """Return None if cma reads the guard table's cookie where the peer has it, else why not, in one line."""
+    address, cookie = peer.hello.cookie_address, peer.hello.cookie
     if peer.pid == 0:
         return "the peer's process is not visible from our pid namespace"
-    if not 0 < peer.cookie_address <= ADDRESS_SPACE - len(peer.cookie):
-        return f"the peer told an impossible address of its cookie: {peer.cookie_address}"
+    if not 0 < address <= ADDRESS_SPACE - len(cookie):
+        return f"the peer told an impossible address of its cookie: {address}"
     try:
-        same = peek_process(peer.pid, peer.cookie_address, len(peer.cookie)) == peer.cookie
+        same = peek_process(peer.pid, address, len(cookie)) == cookie
         reason = None if same else f"pid {peer.pid} shows another cookie than the peer's: it is another process"
     except OSError as error:
         reasons = {

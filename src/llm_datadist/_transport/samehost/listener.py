@@ -17,7 +17,6 @@ import secrets
 import select
 import socket
 import stat
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -67,7 +66,8 @@ class SameHostListener:
 
     ``name`` is for :func:`exchange_memory`: ``@...`` if abstract, else the path of a file in ``socket_dir``.
     Owns: its socket, the socket file and accepted sockets.
-    Threads: :meth:`start`, events and callbacks on the control thread, which they never block; others any.
+    Threads: :meth:`start`, events and callbacks on the control thread, which they never block; :meth:`close` there, or
+        anywhere while the loop does not run; others any.
     Errors: in a forked child call only :meth:`close`; it spares the parent's loop and socket file.
     """
 
@@ -78,7 +78,6 @@ class SameHostListener:
         self._expected: dict[bytes, tuple[_Callback, Exports | LinkError]] = {}
         self._pending: dict[socket.socket, asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
         self._resume: asyncio.TimerHandle | None = None
         self._socket, self.name = _listen(socket_dir, shared=bool(exports.users))
         pass_rights(self._socket, allowed=False)
@@ -86,7 +85,6 @@ class SameHostListener:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._thread = threading.get_ident()
         loop.add_reader(self._socket, self._accept)
 
     def expect(self, token: bytes, callback: _Callback, offered: Exports | LinkError | None = None) -> None:
@@ -95,8 +93,6 @@ class SameHostListener:
         The callback gets the peer's memory, to own, or the reason why not; nothing if the listener is closed first.
         ``offered`` replaces the exports for this peer, or is the reason to refuse it.
         """
-        if not 16 <= len(token) <= 64:
-            raise ParamError(f"expect: token has {len(token)} bytes, must have 16 to 64")
         expected = callback, self._exports if offered is None else offered
         if self._expected.setdefault(token, expected) is not expected:
             raise ParamError("expect: this token is expected already; tokens are for one use")
@@ -107,17 +103,27 @@ class SameHostListener:
     def close(self) -> None:
         """Stop listening, drop accepted peers, remove the socket file. Idempotent."""
         loop = self._loop
-        if HERE["pid"] != self._pid or loop is None or not loop.is_running() or threading.get_ident() == self._thread:
-            self._close_here()
+        if self._closed:
             return
-        closed = threading.Event()
-        try:
-            loop.call_soon_threadsafe(self._close_here)
-            loop.call_soon_threadsafe(closed.set)
-        except RuntimeError:  # the loop is closed
-            self._close_here()
-        else:
-            closed.wait(5.0)
+        if HERE["pid"] == self._pid:
+            if loop is not None and not loop.is_closed():
+                if self._resume is not None:
+                    self._resume.cancel()
+                loop.remove_reader(self._socket)
+                for sock, timer in self._pending.items():
+                    timer.cancel()
+                    loop.remove_reader(sock.fileno())
+            self._socket.shutdown(socket.SHUT_RD)  # refuses dialers
+            if not self.name.startswith("@"):
+                Path(self.name).unlink(missing_ok=True)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._closed = True
+        self._expected.clear()
+        for sock in (self._socket, *self._pending):  # a thread for each: one that blocks keeps no other open
+            close_elsewhere([sock.detach()])
+        self._pending.clear()
 
     def _accept(self) -> None:
         try:
@@ -187,7 +193,7 @@ class SameHostListener:
         with MemoryOffer(exports, hello.token) as offer, PeerProcess(sock, exports.users) as process:
             peer = PeerMemory(hello, packet, process, offer)
             try:
-                offer.send(sock, shut_out=peer.cookie_address != 0 and probe(peer) is not None)
+                offer.send(sock, shut_out=hello.cookie_address != 0 and probe(peer) is not None)
                 peer.close_page_fd()
             except OSError as error:
                 peer.close()
@@ -201,36 +207,12 @@ class SameHostListener:
         if reason is not None:
             logger.info("same-host peer dropped: %s", reason)
 
-    def _close_here(self) -> None:
-        loop = self._loop
-        if self._closed:
-            return
-        if HERE["pid"] == self._pid:
-            if loop is not None and not loop.is_closed():
-                if self._resume is not None:
-                    self._resume.cancel()
-                loop.remove_reader(self._socket)
-                for sock, timer in self._pending.items():
-                    timer.cancel()
-                    loop.remove_reader(sock.fileno())
-            self._socket.shutdown(socket.SHUT_RD)  # refuses dialers
-            if not self.name.startswith("@"):
-                Path(self.name).unlink(missing_ok=True)
-        self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
-        self._closed = True
-        self._expected.clear()
-        for sock in (self._socket, *self._pending):  # a thread for each: one that blocks keeps no other open
-            close_elsewhere([sock.detach()])
-        self._pending.clear()
-
     @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             if HERE["pid"] == self._pid:
                 warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
-            self._close_here()
+            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._expected)} expected, {len(self._pending)} pending"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Usage, move_mapped
 from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
 from llm_datadist._transport.samehost.peer_memory import PeerMemory, SameHostConnection
-from llm_datadist._transport.transport import Context, Meeting, Transport
+from llm_datadist._transport.transport import Context, Meeting, Transport, Verdict
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, PeerLost
 
 if TYPE_CHECKING:
@@ -78,10 +77,10 @@ class ShmTransport(Transport):
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.rendezvous.start(loop)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self.rendezvous.close()
 
-    abandon = close
+    close = abandon = stop
 
 
 def _offered(meeting: Meeting) -> Exports | LinkRefused:
@@ -94,9 +93,9 @@ def _proven(meeting: Meeting, memory: PeerMemory | LinkError) -> PeerMemory | Li
     """Return the memory if it is this peer's; else close it and return the reason."""
     if isinstance(memory, LinkError):
         return memory
-    if memory.incarnation != meeting.incarnation:
+    if memory.hello.incarnation != meeting.incarnation:
         what = "incarnation"
-    elif memory.cookie != meeting.theirs.get(ShmTransport.name, b"")[:COOKIE_BYTES]:
+    elif memory.hello.cookie != meeting.theirs.get(ShmTransport.name, b"")[:COOKIE_BYTES]:
         what = "guard table's cookie"
     else:
         return memory
@@ -123,7 +122,7 @@ class ShmConnection(SameHostConnection):
 
     def leaves_out(self, region: int) -> bool:
         on_device = self._peer.on_device
-        return on_device is not None and on_device.leaves_out(region)
+        return on_device is not None and region in on_device.left_out
 
     def usage(self) -> Usage:
         return super().usage()._replace(remark=self._peer.remark())

@@ -23,7 +23,7 @@ from llm_datadist._native import (
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._native.public_call import elsewhere
-from llm_datadist._transport.choose import Verdict
+from llm_datadist._transport.address import read_exactly
 from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
 from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.tcp.lanes import (
@@ -35,16 +35,12 @@ from llm_datadist._transport.tcp.lanes import (
     accept_lane,
     check_lane,
     dial_lanes,
-    read_lane_greeting,
 )
-from llm_datadist._transport.transport import Context, Meeting, Transport
+from llm_datadist._transport.transport import Context, Meeting, Transport, Verdict
 from llm_datadist.errors import (
-    AuthFailed,
     DeviceError,
-    LinkError,
     LinkRefused,
     PeerLost,
-    TransferAborted,
     TransferFailed,
 )
 
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from llm_datadist._deadline import Deadline
-    from llm_datadist._native import LaneEngine
 
 
 # Measured: a larger job that is given up blocks its lane too long.
@@ -120,10 +115,8 @@ class TcpTransport(Transport):
 
     async def admit(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Callable[[], None]:
         """Check a data lane of a link that is established, or soon will be."""
-        token = await read_lane_greeting(loop, sock)
+        token = await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
         lane = await check_lane(loop, sock, self.lanes.find(token).secret)
-        if lane is None:
-            raise AuthFailed("it does not know the secret of the link that its data lane is for")
         group = self.lanes.find(token)  # again: its link may have ended since, or have all its lanes
         await accept_lane(loop, sock)
         return partial(self.lanes.add, group, lane)
@@ -173,18 +166,13 @@ class TcpConnection(ServedConnection):
         transfer.prepare()
         if time.monotonic_ns() >= transfer.deadline.expires_ns:  # a fallback begins late
             raise transfer.timeout(0)
-        try:
-            if len(group.loads) < group.wanted:
-                # With a lane left, waiting for another thread that dials is not worth it.
-                group.redial(transfer.deadline, wait=not group.loads)
-            if is_one_request(plan):
-                _move_at_once(self, transfer)
-            else:
-                _LaneTransfer(self, transfer, group.owner.engine).run()
-        except LinkError as error:
-            if self._aborted:
-                raise TransferAborted(f"{transfer.what}: the tcp connection was aborted", phase="copy") from error
-            raise
+        if len(group.loads) < group.wanted:
+            # With a lane left, waiting for another thread that dials is not worth it.
+            group.redial(transfer.deadline, wait=not group.loads)
+        if is_one_request(plan):
+            _move_at_once(group, transfer)
+        else:
+            _LaneTransfer(group, transfer).run()
 
     def _release(self) -> None:
         self.group.close()
@@ -196,9 +184,9 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
+def _move_at_once(group: LaneGroup, transfer: Transfer) -> None:
     """Move a small transfer by one native call."""
-    group, plan, remote, write = connection.group, transfer.plan, transfer.remote, transfer.write
+    plan, remote, write = transfer.plan, transfer.remote, transfer.write
     local, deadline, engine = transfer.local, transfer.deadline, group.owner.engine
     lane = group.choose(deadline)
     with LaneLoad(group.loads, lane, plan.nbytes, group.doubts if write else None) as load:
@@ -209,7 +197,7 @@ def _move_at_once(connection: TcpConnection, transfer: Transfer) -> None:
     if end[0] is Ending.GOOD:
         group.moved(lane)
     else:
-        _LaneTransfer(connection, transfer, engine).finish_only(lane, Outcome(*end))
+        _LaneTransfer(group, transfer).finish_only(lane, Outcome(*end))
 
 
 class _LaneTransfer:
@@ -219,10 +207,9 @@ class _LaneTransfer:
     at a time, and none on the oldest of several lanes.
     """
 
-    def __init__(self, connection: TcpConnection, transfer: Transfer, engine: LaneEngine) -> None:
-        self._connection = connection
-        self._engine = engine
-        self._group = connection.group
+    def __init__(self, group: LaneGroup, transfer: Transfer) -> None:
+        self._engine = group.owner.engine
+        self._group = group
         self._transfer = transfer
         self._deadline = transfer.deadline
         self._started: deque[_Part] = deque()
@@ -273,8 +260,6 @@ class _LaneTransfer:
         if untouched:
             while self._started:  # a part on another lane may have moved before the memory changed
                 untouched &= _untouched(self._wait_for_first())
-        if self._connection._aborted:
-            raise TransferAborted(f"{progress}: the tcp connection was aborted", phase="copy")
         if outcome.ending is Ending.TRAILER:
             raise TransferFailed(f"{progress}: {outcome.text}; the bytes are not to be used", phase="copy")
         if outcome.ending is Ending.REFUSED:

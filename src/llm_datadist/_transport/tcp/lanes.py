@@ -33,7 +33,7 @@ from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._threads import Threads
 from llm_datadist._transport.address import DialledSocket, preamble, read_exactly
 from llm_datadist._transport.moves import MoveOwner, answer, status_of
-from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode, PeerLost
+from llm_datadist.errors import AuthFailed, LinkRefused, LLMException, LLMStatusCode, PeerLost
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
@@ -157,13 +157,8 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-async def read_lane_greeting(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
-    """Return the token of a new lane, after its preamble. The caller bounds the time."""
-    return await read_exactly(loop, sock, TOKEN_BYTES, "lane greeting")
-
-
-async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes) -> LaneSocket | None:
-    """Return the lane; None if its dialer does not prove that it has the link's secret.
+async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: bytes) -> LaneSocket:
+    """Return the lane. Raises AuthFailed if its dialer does not prove that it has the link's secret.
 
     This side's nonce makes proof and keys unique: recordings of other lanes prove nothing.
     """
@@ -172,8 +167,9 @@ async def check_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket, secre
     nonce, mine = await read_exactly(loop, sock, NONCE_BYTES, "nonce"), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(sock, mine)
     proof, there, back = _expand(secret, nonce, mine)
-    proven = hmac.compare_digest(proof, await read_exactly(loop, sock, len(proof), "proof"))
-    return LaneSocket(sock, (back, there)) if proven else None
+    if not hmac.compare_digest(proof, await read_exactly(loop, sock, len(proof), "proof")):
+        raise AuthFailed("it does not know the secret of the link that its data lane is for")
+    return LaneSocket(sock, (back, there))
 
 
 async def accept_lane(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
