@@ -13,12 +13,12 @@ import base64
 import binascii
 import datetime
 import hashlib
+import logging
 import os
 import secrets
 import ssl
 import stat
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._checks import check_rule, clean
 from llm_datadist._links.tls_session import Context, TlsSession
-from llm_datadist._log import logger
+from llm_datadist._log import SeldomLog, logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist._threads import finish_before_exit
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
@@ -129,8 +129,8 @@ class Kept(Generic[T]):
 
     def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
         self._files, self._read, self._what = files, read, what
+        self._seldom = SeldomLog()
         self._lock = threading.Lock()  # guards these
-        self._quiet_until = 0.0
         self._stamp: tuple[object, ...] = ()
         with suppress(OSError):  # ``read`` reports it
             self._stamp = files.stamp()
@@ -138,20 +138,19 @@ class Kept(Generic[T]):
 
     def current(self) -> T:
         """Return the newest readable value; log failures at most once a second."""
-        say: Callable[[], None] | None = None  # after the lock: a logger may be user code
+        changed, failure = False, ""
         with self._lock:
             try:
                 if (stamp := self._files.stamp()) != self._stamp:
-                    self._value, self._stamp = self._read(), stamp
-                    say = partial(logger.info, "the %s have changed: the new ones are used from now on", self._what)
+                    self._value, self._stamp, changed = self._read(), stamp, True
             except (OSError, LLMException) as error:
-                if (now := time.monotonic()) >= self._quiet_until:
-                    self._quiet_until = now + 1
-                    text = "the %s cannot be loaded; keeping the previous ones: %s"
-                    say = partial(logger.warning, text, self._what, error)
+                failure = f"the {self._what} cannot be loaded; keeping the previous ones: {error}"
             value = self._value
-        if say is not None:
-            say()
+        # After the lock: a logger may be user code.
+        if changed:
+            logger.info("the %s have changed: the new ones are used from now on", self._what)
+        elif failure:
+            self._seldom.log(logging.WARNING, "", failure)
         return value
 
 
