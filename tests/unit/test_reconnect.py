@@ -13,12 +13,12 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel
-from llm_datadist._links.communicator import Communicator
+from llm_datadist._links.communicators import Communicator, MemberDial
 from llm_datadist._links.handshake import Endpoint
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkManager
-from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
+from llm_datadist._links.retry import Reconnect, Reconnector
 from llm_datadist._links.versions import Spoken
 from llm_datadist._native import readable
 from llm_datadist._transport.address import DialledSocket

@@ -1,4 +1,4 @@
-"""Dials repeated with back-off: :class:`RetryQueue`, and its reconnects and member dials."""
+"""Dials repeated with back-off: :class:`RetryQueue`, and reconnects by it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llm_datadist._links.communicator import Communicator
     from llm_datadist._links.dial import Dial
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._transport.connection import Watch
@@ -36,11 +35,6 @@ _PATIENCE_SECONDS: Final = 600.0
 _SELDOM_SECONDS: Final = 80.0  # before jitter
 #: No attempt can succeed: the peer has refused, or is another process.
 _FINAL: Final = (LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_PARAM_INVALID)
-_FIRST_MEMBER_SECONDS: Final = 0.02
-_LONGEST_MEMBER_SECONDS: Final = 0.5
-_MEMBER_GROWTH: Final = 1.5
-#: Of all members: an attempt costs half a millisecond of CPU.
-_ATTEMPTS_PER_SECOND: Final = 150
 
 
 class Attempt(ABC):
@@ -373,32 +367,3 @@ class Reconnector(RetryQueue[Reconnect]):
 def _jittered(seconds: float) -> float:
     """Return half to all of it: peers that lost each other together must not dial together."""
     return seconds * random.uniform(0.5, 1.0)
-
-
-class MemberDial(Attempt):
-    """One member of a communicator that this side dials.
-
-    ``again``: its link was lost; it waits, so that links that break at once cost little.
-    """
-
-    def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:
-        self._delay = _LONGEST_MEMBER_SECONDS if again else _FIRST_MEMBER_SECONDS
-        super().__init__(communicator, time.monotonic() + self._delay if again else 0.0)
-        self.communicator = communicator
-        self.cluster_id = cluster_id
-        self.ports = communicator.ports[cluster_id]  # the next to try is first
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.communicator.plan.addresses[self.cluster_id], self.ports[0]
-
-    def next_port(self) -> None:
-        self.ports = [*self.ports[1:], self.ports[0]]
-
-    def postpone(self, crowd: int) -> None:
-        self._dial = None
-        self.due = time.monotonic() + max(self._delay, crowd / _ATTEMPTS_PER_SECOND)
-        self._delay = min(_MEMBER_GROWTH * self._delay, _LONGEST_MEMBER_SECONDS)
-
-    def __repr__(self) -> str:
-        return f"<MemberDial of cluster {self.cluster_id} at {self.address[0]} {self.ports} for {self.communicator}>"
