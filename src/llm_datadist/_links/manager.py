@@ -512,7 +512,7 @@ class LinkManager:
             self._on_end(link)
             self.communicators.lost(link.peer.cluster_id)
         elif reconnect is not None and (not link.lost or self._table.refuses_reconnects(link.peer.cluster_id)):
-            self._reconnector.discard(reconnect)  # another thread unlinked it
+            self._reconnector.drop(lambda each: each is reconnect)  # another thread unlinked it
 
 
 @contextmanager

@@ -132,13 +132,10 @@ class RetryQueue(Generic[A]):
 
     def cancel(self, owner: object) -> None:
         """Drop an owner's attempts, also those in progress."""
-        self._drop(lambda each: each.owner == owner, hang_up=True)
+        self.drop(lambda each: each.owner == owner)
 
-    def discard(self, attempt: A) -> None:
-        """Drop one attempt, also in progress."""
-        self._drop(lambda each: each is attempt, hang_up=True)
-
-    def _drop(self, unwanted: Callable[[A], bool], *, hang_up: bool) -> None:
+    def drop(self, unwanted: Callable[[A], bool], *, hang_up: bool = True) -> None:
+        """Drop attempts, with ``hang_up`` also those in progress."""
         with self._changed:
             dropped = [each for each in self._waiting if unwanted(each)]
             current = [each for each in self._current if hang_up and unwanted(each)]
@@ -160,7 +157,7 @@ class RetryQueue(Generic[A]):
         with self._changed:
             self._stopped = True
             threads = list(self._threads)
-        self._drop(lambda _: True, hang_up=True)
+        self.drop(lambda _: True)
         for thread in threads:
             if thread is not threading.current_thread():  # a finalizer may call this
                 thread.join()
@@ -311,7 +308,7 @@ class Reconnector(RetryQueue[Reconnect]):
     def drop_older(self, link: Link) -> None:
         """Drop waiting dials of earlier links to that cluster. This one may be lost already: its own dial stays."""
         cluster_id, sequence = link.peer.cluster_id, link.origin.sequence
-        self._drop(lambda each: each.owner == cluster_id and each.sequence < sequence, hang_up=False)
+        self.drop(lambda each: each.owner == cluster_id and each.sequence < sequence, hang_up=False)
 
     def unlink(self, cluster_id: int, deadline: Deadline) -> None:
         """Give up a cluster; wait for its attempt until the deadline."""
