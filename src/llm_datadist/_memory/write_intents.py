@@ -1,6 +1,6 @@
 """Write intents: peers' announcements in pages of the owner, so that memory is not reused under a writer.
 
-Architecture rule 5 says in which order both sides act. A lost link does not prove that a writer has ended.
+Both sides act in the order of architecture rule 5. A lost link does not prove that a writer has ended.
 """
 
 from __future__ import annotations
