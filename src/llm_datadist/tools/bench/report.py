@@ -17,7 +17,7 @@ from llm_datadist.tools.bench.suite import counts_calls
 from llm_datadist.tools.bench.workload import MOVES, BenchMemory, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from llm_datadist.tools.bench.rows import Row
     from llm_datadist.tools.bench.suite import Floor
@@ -115,8 +115,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def _us(seconds: float | None) -> str:
-    return "" if seconds is None else _number(seconds * 1e6)
+def _us(seconds: float | None, text: Callable[[float], str] = _number) -> str:
+    return "" if seconds is None else text(seconds * 1e6)
 
 
 def show_summary(rows: Sequence[Row], floors: Sequence[Floor], stream: TextIO) -> None:
@@ -185,20 +185,16 @@ def _times(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
             seen.add((row.call, row.transport))
             yield {
                 "us": f"{row.call} over {row.transport}",
-                "p50": _micros(row.seconds_median),
-                "p99": _micros(row.seconds_p99),
-                "limit p50": _micros(row.limit_seconds_median),
+                "p50": _us(row.seconds_median, _short),
+                "p99": _us(row.seconds_p99, _short),
+                "limit p50": _us(row.limit_seconds_median, _short),
                 "peer": row.peer or "",
-                "peer p50": _micros(row.peer_seconds_median),
+                "peer p50": _us(row.peer_seconds_median, _short),
             }
 
 
 def _short(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-
-
-def _micros(seconds: float | None) -> str:
-    return "" if seconds is None else _short(seconds * 1e6)
 
 
 def _model() -> str:
