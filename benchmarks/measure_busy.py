@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.two_ends import two_ends
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType
 from llm_datadist.tools.bench.progress import steps
-from llm_datadist.tools.bench.worker import Busy
 from llm_datadist.views import tensor_views
+from tests.support.busy import Busy
 from tests.support.ends import ChildEnd
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from llm_datadist._checks import Attribute, check_int, check_int64, check_rule, check_type, type_error
-from llm_datadist._memory.segment import ExternalSegment
+from llm_datadist._memory.segment import view_of
 from llm_datadist.errors import ParamError
 from llm_datadist.types.data_type import DataType, canonical_type, np_dtype_to_dtype
 from llm_datadist.types.descriptors import Cache, CacheDesc
@@ -216,4 +216,4 @@ def _at(address: int, desc: TensorDesc | None) -> tuple[Array, TensorDesc]:
     nbytes = math.prod(desc.shape) * desc.dtype.itemsize
     check_rule(nbytes > 0, f"tensor_desc.shape={desc.shape}: an address needs at least one element")
     check_rule(0 < address <= 2**64 - nbytes, f"data={address}: {nbytes} bytes there are outside [1, 2**64)")
-    return ExternalSegment(address, nbytes).view().view(dtype).reshape(desc.shape), desc
+    return view_of(address, nbytes).view(dtype).reshape(desc.shape), desc

@@ -12,7 +12,7 @@ import numpy as np
 
 from llm_datadist._cache.store import Storage
 from llm_datadist._checks import check_type
-from llm_datadist._memory.segment import ExternalSegment, Segment
+from llm_datadist._memory.segment import Segment, view_of
 from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, plan_row
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
 from llm_datadist.types import Cache, CacheDesc, DataType
@@ -123,4 +123,4 @@ def _bytes(address: int, nbytes: int, segments: tuple[Segment, ...]) -> np.ndarr
         offset = address - segment.address
         if 0 <= offset <= segment.nbytes - nbytes:
             return segment.view(offset, nbytes)
-    return ExternalSegment(address, nbytes).view()
+    return view_of(address, nbytes)

@@ -14,10 +14,9 @@ import pytest
 from benchmarks.compare_builds import build_of, interval, is_slower, main
 from llm_datadist.tools.bench.cases import Case, Request, cases_of, size_text
 from llm_datadist.tools.bench.contenders.base import Role
-from llm_datadist.tools.bench.report import show_floors, show_rows
+from llm_datadist.tools.bench.report import show_floors, show_rows, show_summary
 from llm_datadist.tools.bench.rows import Measured, Row, make_rows
 from llm_datadist.tools.bench.suite import counts_calls, floors, standard
-from llm_datadist.tools.bench.summary import show_summary
 from llm_datadist.tools.bench.workload import BESIDE_GPU, MOVES, BenchMemory, BenchWorkload, Op
 from tests.support.tables import WIDTHS, tables, uncoloured
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm_datadist._memory.guards import SLOT_BYTES, Guard, GuardTable, read_cookie, slot_address
-from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, SharedSegment
+from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, SharedSegment
 from llm_datadist._native import GuardSet, advance_generation, load_generation
 from llm_datadist.errors import OutOfMemory, ParamError, ProtocolError, StateError
 from tests.unit.holder import in_a_forked_child
@@ -106,10 +106,11 @@ def test_a_peer_sees_every_change_and_the_cookie_and_cannot_write(table: GuardTa
         assert read_cookie(peer) == table.cookie
         assert len(table.cookie) == 16
         assert not peer.view().flags.writeable
-    memory = np.zeros(SLOT_BYTES, dtype=np.uint8)
-    assert read_cookie(ExternalSegment(memory.ctypes.data, SLOT_BYTES)) == bytes(16)
-    with pytest.raises(ProtocolError, match="no room for its header"):
-        read_cookie(ExternalSegment(memory.ctypes.data, SLOT_BYTES - 1))
+    with (
+        SharedSegment.create("short", SLOT_BYTES - 1, peers_may_write=False) as short,
+        pytest.raises(ProtocolError, match="no room for its header"),
+    ):
+        read_cookie(short)
     assert fcntl.fcntl(table.segment.fd, fcntl.F_GET_SEALS) & F_SEAL_FUTURE_WRITE
 
 

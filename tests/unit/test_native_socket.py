@@ -15,7 +15,7 @@ import pytest
 
 from llm_datadist._links.listener import listening_socket
 from llm_datadist._native import Stream
-from llm_datadist.tools.bench.worker import Busy
+from tests.support.busy import Busy
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -111,6 +111,6 @@ def test_texts_of_another_host_are_cleaned_before_top_shows_them() -> None:
     page = {"pid": 1, EVIL: [EVIL, 2, {"a": EVIL}]}
     assert cleaned(page) == {"pid": 1, TAME: [TAME, 2, {"a": TAME}]}
     remote = Remote("host", "llm-datadist")
-    line = msgspec.json.encode({"page_version": PAGE_VERSION, "instances": [page]}).decode()
+    line = msgspec.json.encode({"page_version": PAGE_VERSION, "instances": [page]})
     assert remote._decode(line) == [cleaned(page)]
-    assert text_of(SourceError, remote._decode, f"{EVIL}{{").isprintable()
+    assert text_of(SourceError, remote._decode, f"{EVIL}{{".encode("utf-8", "surrogatepass")).isprintable()

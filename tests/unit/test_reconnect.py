@@ -13,12 +13,12 @@ import pytest
 
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.channel import Channel
-from llm_datadist._links.communicator import Communicator
+from llm_datadist._links.communicators import Communicator, MemberDial
 from llm_datadist._links.handshake import Endpoint
 from llm_datadist._links.link import Link, LinkOrigin, Peer
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkManager
-from llm_datadist._links.retry import MemberDial, Reconnect, Reconnector
+from llm_datadist._links.retry import Reconnect, Reconnector
 from llm_datadist._links.versions import Spoken
 from llm_datadist._native import readable
 from llm_datadist._transport.address import DialledSocket
@@ -76,7 +76,8 @@ def refuse(status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> None:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> float:
     """Let the clock of dials stand still, and return what it shows."""
-    monkeypatch.setattr("llm_datadist._links.retry.time", Mock(monotonic=lambda: 1000.0))
+    for module in ("retry", "communicators"):
+        monkeypatch.setattr(f"llm_datadist._links.{module}.time", Mock(monotonic=lambda: 1000.0))
     return 1000.0
 
 
@@ -172,7 +173,7 @@ def test_a_cancelled_redial_makes_no_further_attempt_and_after_a_stop_there_is_n
     attempts.reconnector.cancel(7)
     attempts.outcome = refuse
     attempts.reconnector.begin(lost(7))
-    attempts.reconnector.discard(first)  # takes no later one of its cluster along
+    attempts.reconnector.drop(lambda each: each is first)  # takes no later one of its cluster along
     attempts.reconnector.begin(lost(8))
     wait_until(lambda: {each.peer.cluster_id for each in attempts.made if each is not first} == {7, 8})
     for cluster_id in (7, 7, 99):

@@ -18,7 +18,7 @@ import pytest
 
 from llm_datadist._memory import huge_pages, unmap
 from llm_datadist._memory import segment as segments
-from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, ExternalSegment, Segment, SharedSegment
+from llm_datadist._memory.segment import F_SEAL_FUTURE_WRITE, Segment, SharedSegment, view_of
 from llm_datadist._native import unmap_elsewhere
 from llm_datadist._statistics_page import StatisticsPage
 from llm_datadist.errors import LLMException, OutOfMemory, ParamError, ProtocolError, StateError
@@ -263,20 +263,15 @@ def test_memory_that_is_shared_is_not_executable(monkeypatch: pytest.MonkeyPatch
 # --- memory of the user, devices --------------------------------------------------------------------------------------
 
 
-def test_an_external_segment_reads_and_writes_the_users_bytes_and_never_owns_them() -> None:
+def test_a_view_reads_and_writes_the_users_bytes() -> None:
     memory = np.arange(256, dtype=np.uint8)
-    segment = ExternalSegment(memory.ctypes.data, memory.nbytes)
-    view = segment.view(16, 4)
+    view = view_of(memory.ctypes.data + 16, 4)
     assert view.tolist() == [16, 17, 18, 19]
     view[:] = 0
-    segment.close()
-    segment.close()
-    assert view.tolist() == [0, 0, 0, 0]
     assert memory[15:21].tolist() == [15, 0, 0, 0, 0, 20]
-    ExternalSegment(ctypes.addressof(ctypes.c_char.from_buffer(bytearray(16))), 16)  # may be forgotten
     for address, nbytes in ((0, 1), (-8, 8), (4096, 0), (4096, -1), (1 << 63, 1 << 63 | 1)):
         with pytest.raises(ParamError, match=f"address {address} and nbytes {nbytes}"):
-            ExternalSegment(address, nbytes)
+            view_of(address, nbytes)
 
 
 # --- huge pages -------------------------------------------------------------------------------------------------------

@@ -110,13 +110,8 @@ class Pools:
     def exported(self) -> dict[int, Segment]:
         return {_REGIONS[placement]: pool.segment for placement, pool in self._pools.items()}
 
-    def storage_of(self, geometry: Geometry, allocation: Allocation) -> Storage:
-        """Describe allocated tensors."""
-        storage = self.storage_at(allocation.addresses, geometry.tensor_bytes, allocation.segment.place)
-        return replace(storage, allocation=allocation, segments=(allocation.segment,))
-
     def storage_at(self, addrs: Sequence[int], nbytes: int, place: Place) -> Storage:
-        """Describe registered tensors at a place: by region and offset if all lie in pools."""
+        """Describe tensors at a place: by region and offset if all lie in pools."""
         addresses = np.array(addrs, dtype=np.uint64)
         regions, offsets = np.full(addresses.shape, NON_POOL, dtype="<u4"), addresses.astype("<u8")
         segments = []
@@ -178,8 +173,10 @@ class CacheStore:
         self.registry.require_free(key for key, _ in bindable)
         allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
-            storage = self.pools.storage_of(geometry, allocation)
-            return self._add(geometry, storage, bindable, **access)
+            segment = allocation.segment
+            storage = self.pools.storage_at(allocation.addresses, geometry.tensor_bytes, segment.place)
+            owned = replace(storage, allocation=allocation, segments=(segment,))
+            return self._add(geometry, owned, bindable, **access)
         except BaseException:
             allocation.free()
             raise

@@ -13,12 +13,12 @@ import base64
 import binascii
 import datetime
 import hashlib
+import logging
 import os
 import secrets
 import ssl
 import stat
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._checks import check_rule, clean
 from llm_datadist._links.tls_session import Context, TlsSession
-from llm_datadist._log import logger
+from llm_datadist._log import SeldomLog, logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist._threads import finish_before_exit
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.x509 import Certificate, Name
+    from cryptography.x509 import Certificate
 
     from llm_datadist.config import CredentialFiles
+
+    Key = Ed25519PrivateKey | EllipticCurvePrivateKey
 
 T = TypeVar("T")
 
@@ -126,8 +129,8 @@ class Kept(Generic[T]):
 
     def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
         self._files, self._read, self._what = files, read, what
+        self._seldom = SeldomLog()
         self._lock = threading.Lock()  # guards these
-        self._quiet_until = 0.0
         self._stamp: tuple[object, ...] = ()
         with suppress(OSError):  # ``read`` reports it
             self._stamp = files.stamp()
@@ -135,20 +138,19 @@ class Kept(Generic[T]):
 
     def current(self) -> T:
         """Return the newest readable value; log failures at most once a second."""
-        say: Callable[[], None] | None = None  # after the lock: a logger may be user code
+        changed, failure = False, ""
         with self._lock:
             try:
                 if (stamp := self._files.stamp()) != self._stamp:
-                    self._value, self._stamp = self._read(), stamp
-                    say = partial(logger.info, "the %s have changed: the new ones are used from now on", self._what)
+                    self._value, self._stamp, changed = self._read(), stamp, True
             except (OSError, LLMException) as error:
-                if (now := time.monotonic()) >= self._quiet_until:
-                    self._quiet_until = now + 1
-                    text = "the %s cannot be loaded; keeping the previous ones: %s"
-                    say = partial(logger.warning, text, self._what, error)
+                failure = f"the {self._what} cannot be loaded; keeping the previous ones: {error}"
             value = self._value
-        if say is not None:
-            say()
+        # After the lock: a logger may be user code.
+        if changed:
+            logger.info("the %s have changed: the new ones are used from now on", self._what)
+        elif failure:
+            self._seldom.log(logging.WARNING, "", failure)
         return value
 
 
@@ -256,28 +258,44 @@ def _issue(known: Sequence[Secret]) -> tuple[bytes, str]:
     seeds = (HKDF(SHA256(), 32, None, b"open-datadist: CA of a shared secret").derive(each.value) for each in known)
     issuers = [Ed25519PrivateKey.from_private_bytes(each) for each in seeds]
     key, pem = Ed25519PrivateKey.generate(), serialization.Encoding.PEM
+
+    def issued(of: Ed25519PrivateKey, issuer: Ed25519PrivateKey) -> bytes:
+        digests = (hashlib.blake2b(each.public_key().public_bytes_raw(), digest_size=16) for each in (of, issuer))
+        subject, authority = (each.hexdigest() for each in digests)
+        return certificate(of, issuer, (subject, authority), (_BEGIN, _END)).public_bytes(pem)
+
     chain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    chain += _certificate(key, issuers[0]).public_bytes(pem)
-    return chain, b"".join(_certificate(each, each).public_bytes(pem) for each in issuers).decode()
+    return chain + issued(key, issuers[0]), b"".join(issued(each, each) for each in issuers).decode()
 
 
-def _certificate(key: Ed25519PrivateKey, issuer: Ed25519PrivateKey) -> Certificate:
-    """Return a certificate of a key; a CA if it is its own issuer."""
+def certificate(
+    key: Key,
+    issuer: Key,
+    names: tuple[str, str],
+    valid: tuple[datetime.datetime, datetime.datetime],
+    cluster: str | None = None,
+) -> Certificate:
+    """Return a certificate of a key, for a ``cluster`` if given; a CA if the key is its own issuer.
+
+    ``names`` are those of key and issuer, ``valid`` the first and the last moment.
+    """
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.hashes import SHA256
 
-    def name(of: Ed25519PrivateKey) -> Name:
-        digest = hashlib.blake2b(of.public_key().public_bytes_raw(), digest_size=16).hexdigest()
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, digest)])
-
-    authority = key is issuer
+    subject, authority = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in names)
+    constraints = x509.BasicConstraints(ca=key is issuer, path_length=0 if key is issuer else None)
     builder = (
         x509.CertificateBuilder()
-        .subject_name(name(key))
-        .issuer_name(name(issuer))
+        .subject_name(subject)
+        .issuer_name(authority)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(_BEGIN)
-        .not_valid_after(_END)
-        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+        .not_valid_before(valid[0])
+        .not_valid_after(valid[1])
+        .add_extension(constraints, critical=True)
     )
-    return builder.sign(issuer, None)
+    if cluster is not None:
+        uri = x509.UniformResourceIdentifier(f"{CLUSTER_URI}{cluster}")
+        builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)
+    return builder.sign(issuer, None if isinstance(issuer, Ed25519PrivateKey) else SHA256())

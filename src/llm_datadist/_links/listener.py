@@ -6,6 +6,7 @@ The bounds here are against peers that say nothing, or come in numbers. :mod:`.h
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from llm_datadist._links.handshake import ListenerSide
 from llm_datadist._links.link import LinkOrigin
 from llm_datadist._links.messages import PREAMBLE_BYTES, Hello, Linked, TransportChoice
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
-from llm_datadist._log import logger, named
+from llm_datadist._log import SeldomLog, logger, named
 from llm_datadist._transport.address import new_socket, read_exactly, shut_down
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
@@ -120,7 +121,7 @@ class Listener:
     #: Handshakes in progress, oldest first.
     _greetings: dict[_Accepted, None] = field(default_factory=dict)
     _resume: asyncio.TimerHandle | None = None
-    _warn_again_at: float = 0.0
+    _seldom: SeldomLog = field(default_factory=SeldomLog)  # any number of connections may come
 
     def __post_init__(self) -> None:
         self.address: tuple[str, int] = self._sock.getsockname()[:2]
@@ -178,10 +179,7 @@ class Listener:
             async with asyncio.timeout(GREETING_SECONDS):
                 handed_over = await self._shake_hands(accepted)
         except AuthFailed as error:
-            # At most once a second, because any number of connections may come.
-            if (now := self._control.loop.time()) >= self._warn_again_at:
-                self._warn_again_at = now + 1
-                logger.warning("a connection from %s is not admitted: %s", who, named(error))
+            self._seldom.log(logging.WARNING, "", f"a connection from {who} is not admitted: {named(error)}")
         except (TimeoutError, OSError, LLMException) as error:
             reason = named(error) if str(error) else "it took too long"
             logger.info("handshake with %s failed: %s", who, reason)

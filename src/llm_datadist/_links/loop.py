@@ -1,9 +1,7 @@
 """The control thread: one asyncio loop per LLMDataDist, for sockets and timers.
 
-What runs on it may wait for a turn of a lane's thread, for NIXL when memory is freed or an agent made or ended, and for
-credential files, but for nothing else.
-
-An error in a callback or a coroutine is logged and ends that one only.
+Its work may wait for lanes, NIXL and credential files at most. An error in a callback or a coroutine is logged and ends
+that one only.
 """
 
 from __future__ import annotations

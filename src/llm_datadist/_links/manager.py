@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
 from llm_datadist._links.channel import Channel
-from llm_datadist._links.communicators import Communicators
+from llm_datadist._links.communicators import Communicators, MemberDial
 from llm_datadist._links.dial import Dial
 from llm_datadist._links.link import Link, LinkState, Peer
 from llm_datadist._links.listener import AdmissionPolicy, Listener
 from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly, Located, UnlinkAck, Verified
-from llm_datadist._links.retry import Attempt, MemberDial, Reconnect, Reconnector
+from llm_datadist._links.retry import Attempt, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
 from llm_datadist._log import logger, named
 from llm_datadist._native import Meter, Use, steps
@@ -512,7 +512,7 @@ class LinkManager:
             self._on_end(link)
             self.communicators.lost(link.peer.cluster_id)
         elif reconnect is not None and (not link.lost or self._table.refuses_reconnects(link.peer.cluster_id)):
-            self._reconnector.discard(reconnect)  # another thread unlinked it
+            self._reconnector.drop(lambda each: each is reconnect)  # another thread unlinked it
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Dials repeated with back-off: :class:`RetryQueue`, and its reconnects and member dials."""
+"""Dials repeated with back-off: :class:`RetryQueue`, and reconnects by it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from llm_datadist._links.communicator import Communicator
     from llm_datadist._links.dial import Dial
     from llm_datadist._links.link import Link, Peer
     from llm_datadist._transport.connection import Watch
@@ -36,11 +35,6 @@ _PATIENCE_SECONDS: Final = 600.0
 _SELDOM_SECONDS: Final = 80.0  # before jitter
 #: No attempt can succeed: the peer has refused, or is another process.
 _FINAL: Final = (LLMStatusCode.LLM_ALREADY_LINK, LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_PARAM_INVALID)
-_FIRST_MEMBER_SECONDS: Final = 0.02
-_LONGEST_MEMBER_SECONDS: Final = 0.5
-_MEMBER_GROWTH: Final = 1.5
-#: Of all members: an attempt costs half a millisecond of CPU.
-_ATTEMPTS_PER_SECOND: Final = 150
 
 
 class Attempt(ABC):
@@ -138,13 +132,10 @@ class RetryQueue(Generic[A]):
 
     def cancel(self, owner: object) -> None:
         """Drop an owner's attempts, also those in progress."""
-        self._drop(lambda each: each.owner == owner, hang_up=True)
+        self.drop(lambda each: each.owner == owner)
 
-    def discard(self, attempt: A) -> None:
-        """Drop one attempt, also in progress."""
-        self._drop(lambda each: each is attempt, hang_up=True)
-
-    def _drop(self, unwanted: Callable[[A], bool], *, hang_up: bool) -> None:
+    def drop(self, unwanted: Callable[[A], bool], *, hang_up: bool = True) -> None:
+        """Drop attempts, with ``hang_up`` also those in progress."""
         with self._changed:
             dropped = [each for each in self._waiting if unwanted(each)]
             current = [each for each in self._current if hang_up and unwanted(each)]
@@ -166,7 +157,7 @@ class RetryQueue(Generic[A]):
         with self._changed:
             self._stopped = True
             threads = list(self._threads)
-        self._drop(lambda _: True, hang_up=True)
+        self.drop(lambda _: True)
         for thread in threads:
             if thread is not threading.current_thread():  # a finalizer may call this
                 thread.join()
@@ -317,7 +308,7 @@ class Reconnector(RetryQueue[Reconnect]):
     def drop_older(self, link: Link) -> None:
         """Drop waiting dials of earlier links to that cluster. This one may be lost already: its own dial stays."""
         cluster_id, sequence = link.peer.cluster_id, link.origin.sequence
-        self._drop(lambda each: each.owner == cluster_id and each.sequence < sequence, hang_up=False)
+        self.drop(lambda each: each.owner == cluster_id and each.sequence < sequence, hang_up=False)
 
     def unlink(self, cluster_id: int, deadline: Deadline) -> None:
         """Give up a cluster; wait for its attempt until the deadline."""
@@ -373,32 +364,3 @@ class Reconnector(RetryQueue[Reconnect]):
 def _jittered(seconds: float) -> float:
     """Return half to all of it: peers that lost each other together must not dial together."""
     return seconds * random.uniform(0.5, 1.0)
-
-
-class MemberDial(Attempt):
-    """One member of a communicator that this side dials.
-
-    ``again``: its link was lost; it waits, so that links that break at once cost little.
-    """
-
-    def __init__(self, communicator: Communicator, cluster_id: int, *, again: bool = False) -> None:
-        self._delay = _LONGEST_MEMBER_SECONDS if again else _FIRST_MEMBER_SECONDS
-        super().__init__(communicator, time.monotonic() + self._delay if again else 0.0)
-        self.communicator = communicator
-        self.cluster_id = cluster_id
-        self.ports = communicator.ports[cluster_id]  # the next to try is first
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.communicator.plan.addresses[self.cluster_id], self.ports[0]
-
-    def next_port(self) -> None:
-        self.ports = [*self.ports[1:], self.ports[0]]
-
-    def postpone(self, crowd: int) -> None:
-        self._dial = None
-        self.due = time.monotonic() + max(self._delay, crowd / _ATTEMPTS_PER_SECOND)
-        self._delay = min(_MEMBER_GROWTH * self._delay, _LONGEST_MEMBER_SECONDS)
-
-    def __repr__(self) -> str:
-        return f"<MemberDial of cluster {self.cluster_id} at {self.address[0]} {self.ports} for {self.communicator}>"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._log import logger
@@ -16,7 +14,6 @@ from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.segment import AddressRange, Segment
 from llm_datadist._native import Device as NativeDevice
 from llm_datadist._native import DeviceMemory, DeviceMover, PinnedMemory, Place
-from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import DeviceError, LLMException, OutOfMemory, ParamError, StateError
 from llm_datadist.metrics import DeviceStatistics
 from llm_datadist.types import Placement
@@ -75,13 +72,9 @@ class DeviceSegment(Segment):
         super().close()
         self._device_memory = None
 
-    @partial(public_call, here=True)  # below any lock of this thread
     def __del__(self) -> None:
-        if not self.closed and not sys.is_finalizing():
-            try:
-                warnings.warn(f"unclosed segment {self!r}", ResourceWarning, stacklevel=2, source=self)
-            finally:
-                self.close()
+        if not sys.is_finalizing():
+            super().__del__()
 
 
 class CudaDevice:

@@ -20,7 +20,7 @@ import numpy as np
 
 from llm_datadist._memory import huge_pages as huge
 from llm_datadist._memory.unmap import unmap
-from llm_datadist._native import MAPPED, USER, PinnedMemory, Place
+from llm_datadist._native import MAPPED, PinnedMemory, Place
 from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LLMException, LLMStatusCode, OutOfMemory, ParamError, ProtocolError, StateError
 
@@ -41,7 +41,7 @@ class Segment:
     """Bytes at an address of this process.
 
     Its creator closes it after the last use of the *address*; arrays from :meth:`view` stay valid. Once closed it
-    raises StateError.
+    raises StateError; dropping an unclosed one is a ResourceWarning.
     """
 
     place: Place = MAPPED  # for copies
@@ -96,6 +96,14 @@ class Segment:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @partial(public_call, here=True)  # below any lock of this thread
+    def __del__(self) -> None:
+        if not self.closed:
+            try:
+                warnings.warn(f"unclosed segment {self!r}", ResourceWarning, stacklevel=2, source=self)
+            finally:
+                self.close()
 
     def __repr__(self) -> str:
         memory = self._memory
@@ -191,24 +199,12 @@ class SharedSegment(Segment):
         self.close_descriptor()
         super().close()
 
-    @partial(public_call, here=True)  # below any lock of this thread
-    def __del__(self) -> None:
-        if not self.closed:
-            try:
-                warnings.warn(f"unclosed segment {self!r}", ResourceWarning, stacklevel=2, source=self)
-            finally:
-                self.close()
 
-
-class ExternalSegment(Segment):
-    """Memory of the user, who keeps it allocated while this object or a view is used. It needs no closing."""
-
-    place = USER
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
-            raise ParamError(f"external memory: address {address} and nbytes {nbytes} are not a range of addresses")
-        super().__init__("external", AddressRange(address, nbytes, writable=True))
+def view_of(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """View memory of the user, who keeps it allocated while the array is used."""
+    if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
+        raise ParamError(f"external memory: address {address} and nbytes {nbytes} are not a range of addresses")
+    return AddressRange(address, nbytes, writable=True).array()
 
 
 def new_memfd(name: str) -> int:

@@ -1,8 +1,6 @@
 """Write intents: peers' announcements in pages of the owner, so that memory is not reused under a writer.
 
-A writer announces, compares the generation, writes, and ends its intent (architecture rule 5). The owner advances the
-generation, then waits until each writer it finds, or its process, has ended. A lost link proves neither. Readers in
-this process announce too, because unmapped memory would crash it.
+Both sides act in the order of architecture rule 5. A lost link does not prove that a writer has ended.
 """
 
 from __future__ import annotations

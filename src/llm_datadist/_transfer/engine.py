@@ -17,7 +17,7 @@ from llm_datadist._cache.store import CacheStore
 from llm_datadist._checks import is_loopback, typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
-from llm_datadist._links.communicator import CommunicatorPlan
+from llm_datadist._links.communicators import CommunicatorPlan
 from llm_datadist._links.credentials import Credentials
 from llm_datadist._links.handshake import Endpoint
 from llm_datadist._links.listener import bind

@@ -1,19 +1,28 @@
-"""Output of the bench: lines and a bar during the run, tables afterwards. Needs rich."""
+"""Output of the bench: lines and a bar during the run, tables and a line for reports afterwards. Needs rich."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+import os
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TextIO
 
+import llm_datadist
+from llm_datadist._native import usable_cpus
 from llm_datadist._tables import show_table
 from llm_datadist.tools.bench.cases import Case, size_text
 from llm_datadist.tools.bench.progress import BenchProgress
-from llm_datadist.tools.bench.workload import MOVES, Op
+from llm_datadist.tools.bench.suite import counts_calls
+from llm_datadist.tools.bench.workload import MOVES, BenchMemory, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from llm_datadist.tools.bench.rows import Row
     from llm_datadist.tools.bench.suite import Floor
+
+_TYPICAL: Final = 64 << 10  # bytes of a block
 
 
 class BenchReporter(BenchProgress):
@@ -40,7 +49,7 @@ class BenchReporter(BenchProgress):
 def show_rows(rows: Sequence[Row], stream: TextIO) -> None:
     """Print one table for each op."""
     for op in dict.fromkeys(row.op for row in rows):
-        cells = _rates if op in MOVES else _times
+        cells = _rate_cells if op in MOVES else _time_cells
         show_table(op, [cells(row) for row in rows if row.op == op], stream)
 
 
@@ -59,7 +68,7 @@ def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
     show_table("floors", rows, stream)
 
 
-def _rates(row: Row) -> dict[str, str]:
+def _rate_cells(row: Row) -> dict[str, str]:
     return {
         "call": row.call,
         "over": row.transport,
@@ -78,7 +87,7 @@ def _rates(row: Row) -> dict[str, str]:
     }
 
 
-def _times(row: Row) -> dict[str, str]:
+def _time_cells(row: Row) -> dict[str, str]:
     return {
         "call": row.call,
         "over": row.transport,
@@ -106,5 +115,91 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def _us(seconds: float | None) -> str:
-    return "" if seconds is None else _number(seconds * 1e6)
+def _us(seconds: float | None, text: Callable[[float], str] = _number) -> str:
+    return "" if seconds is None else text(seconds * 1e6)
+
+
+def show_summary(rows: Sequence[Row], floors: Sequence[Floor], stream: TextIO) -> None:
+    """Print tables of rates and times, at most 80 columns wide, and a line for reports."""
+    show_table("rates", list(_rates(rows)), stream)
+    show_table("times", list(_times(rows)), stream)
+    print(f"\nMedians. CPU: seconds of all processes, blocks of {size_text(_TYPICAL)}. For a report:", file=stream)
+    print(f"\n{report_line(rows, floors)}", file=stream)
+
+
+def report_line(rows: Sequence[Row], floors: Sequence[Floor]) -> str:
+    """Return what was measured, where, and the main figures, in one line."""
+    system = os.uname()
+    parts = [
+        f"open-datadist {llm_datadist.__version__}, Python {platform.python_version()}, {system.sysname} "
+        f"{system.release} {system.machine}, {usable_cpus()} CPUs{_model()}, {time.strftime('%Y-%m-%d')}"
+    ]
+    for call, transport, found in _groups(rows):
+        typical = [row for row in found if row.block_bytes == _TYPICAL]
+        if typical and found[0].op == Op.PULL:
+            ratios = [(row.peer, row.ratio_to_peer) for row in typical]
+            beside = [(typical[0].limit_name, typical[0].ratio_to_limit), *ratios]
+            times = ", ".join(f"{ratio:.2f} x {name}" for name, ratio in beside if ratio is not None)
+            parts.append(f"{call} over {transport} {typical[0].gb_per_s:.2f} GB/s{f' ({times})' if times else ''}")
+    parts += [f"{cells['us']} p50 {cells['p50']} us, p99 {cells['p99']} us" for cells in _times(rows)]
+    measured = [floor.met for floor in floors if floor.met is not None]
+    return "; ".join([*parts, f"{sum(measured)} of {len(measured)} floors met"])
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield call, transport and rows of the calls that move sets of blocks, of one kind of memory each."""
+    moves = [row for row in rows if row.op in MOVES and row.memory != BenchMemory.GPU and not counts_calls(row)]
+    memory: dict[tuple[str, str], str] = {}
+    for row in moves:
+        memory.setdefault((row.call, row.transport), row.memory)
+    for (call, transport), kind in memory.items():
+        wanted = call, transport, kind
+        yield call, transport, [row for row in moves if (row.call, row.transport, row.memory) == wanted]
+
+
+def _rates(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+    """Yield GB/s by size of a block, of each call, then of its limit and its peers."""
+    for call, transport, found in _groups(rows):
+        over = "" if transport == "local" else f" over {transport}"
+        yield _rate(f"{call}{over}", {row.block_bytes: (row.gb_per_s, row.cpu_seconds_per_gib) for row in found})
+        if limit := found[0].limit_name:
+            of = {row.block_bytes: (row.limit_gb_per_s, row.limit_cpu_seconds_per_gib) for row in found}
+            yield _rate(f"  {limit}", of)
+        for peer in dict.fromkeys(row.peer for row in found if row.peer):
+            mine = [row for row in found if row.peer == peer]
+            yield _rate(
+                f"  {peer}", {row.block_bytes: (row.peer_gb_per_s, row.peer_cpu_seconds_per_gib) for row in mine}
+            )
+
+
+def _rate(name: str, figures: Mapping[int, tuple[float | None, float | None]]) -> dict[str, str]:
+    sizes = {size_text(size): _short(rate) for size, (rate, _) in sorted(figures.items())}
+    return {"GB/s": name, **sizes, "CPU s/GiB": _short(figures.get(_TYPICAL, (None, None))[1])}
+
+
+def _times(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
+    """Yield microseconds of one call on one block, beside the limit and the first peer."""
+    seen = set()
+    for row in rows:
+        if row.op == Op.LATENCY and row.busy is None and (row.call, row.transport) not in seen:
+            seen.add((row.call, row.transport))
+            yield {
+                "us": f"{row.call} over {row.transport}",
+                "p50": _us(row.seconds_median, _short),
+                "p99": _us(row.seconds_p99, _short),
+                "limit p50": _us(row.limit_seconds_median, _short),
+                "peer": row.peer or "",
+                "peer p50": _us(row.peer_seconds_median, _short),
+            }
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def _model() -> str:
+    """Return the name of the CPU, if the kernel knows it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f" ({line.partition(': ')[2]})"
+    return ""

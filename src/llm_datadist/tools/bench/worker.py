@@ -44,7 +44,7 @@ class BenchWorker:
             "start": self._start,
             "cpu": time.process_time,
             "free_on_gpu": cuda.free_bytes,
-            "busy": self._be_busy,
+            "busy": _be_busy,
             "stop": lambda: None,  # until there is a contender to stop
         }
 
@@ -64,28 +64,17 @@ class BenchWorker:
         self._commands.update((name, getattr(side, name)) for name in _OF_THE_CONTENDER)
         return side.start()
 
-    def _be_busy(self, *, on: bool) -> None:
-        if on:
-            Busy()
+
+def _be_busy(*, on: bool) -> None:
+    """Count in pure Python, in a thread of its own, until the process ends."""
+    if on:
+        threading.Thread(target=_count, name="bench-busy", daemon=True).start()
 
 
-class Busy:
-    """A thread ``bench-busy`` that counts in pure Python until :meth:`end`."""
-
-    def __init__(self) -> None:
-        self._ended = False
-        self._thread = threading.Thread(target=self._count, name="bench-busy", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Stop and join the thread."""
-        self._ended = True
-        self._thread.join()
-
-    def _count(self) -> None:
-        count = 0
-        while not self._ended:
-            count += 1
+def _count() -> None:
+    count = 0
+    while True:
+        count += 1
 
 
 def main(name: str, role: str) -> NoReturn:

@@ -17,9 +17,8 @@ from llm_datadist.tools.bench import BenchError
 from llm_datadist.tools.bench.cases import Request, cases_of
 from llm_datadist.tools.bench.driver import prepare, run
 from llm_datadist.tools.bench.plot import draw
-from llm_datadist.tools.bench.report import BenchReporter, show_floors, show_rows
+from llm_datadist.tools.bench.report import BenchReporter, show_floors, show_rows, show_summary
 from llm_datadist.tools.bench.suite import floors, standard
-from llm_datadist.tools.bench.summary import show_summary
 from llm_datadist.tools.bench.workload import BenchMemory, Op
 from llm_datadist.tools.cli import FAILED, USAGE_ERROR
 from llm_datadist.tools.cli.usage import about

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llm_datadist._checks import is_digits
-from llm_datadist._links.credentials import CLUSTER_URI, new_secret, read_secrets
+from llm_datadist._links.credentials import certificate, new_secret, read_secrets
 from llm_datadist.errors import LLMException
 from llm_datadist.tools.cli.usage import examples, failing
 
@@ -89,11 +89,13 @@ def _new_authority(folder: Path, clusters: list[str]) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     # Unique: for two authorities of one name OpenSSL reports only a wrong signature.
     authority = f"open-datadist test CA {secrets.token_hex(4)}"
-    _write_pair(folder / "ca", key, _certificate(key, key, authority, authority, None))
+    now = datetime.datetime.now(datetime.UTC)
+    valid = now - _DAY, now + _YEARS * 365 * _DAY  # hosts' clocks differ
+    _write_pair(folder / "ca", key, certificate(key, key, (authority, authority), valid))
     for cluster in dict.fromkeys(clusters):
         name = _file_of(cluster)
         own = ec.generate_private_key(ec.SECP256R1())
-        _write_pair(folder / name, own, _certificate(own, key, authority, f"cluster {name}", cluster))
+        _write_pair(folder / name, own, certificate(own, key, (f"cluster {name}", authority), valid, cluster))
         print(f"llm.TlsCert={folder / name}.pem llm.TlsKey={folder / name}.key llm.TlsCa={folder / 'ca.pem'}")
 
 
@@ -101,53 +103,24 @@ def _file_of(cluster: str) -> str:
     return "any" if cluster == "*" else cluster
 
 
-def _write_pair(path: Path, key: EllipticCurvePrivateKey, certificate: Certificate) -> None:
+def _write_pair(path: Path, key: EllipticCurvePrivateKey, issued: Certificate) -> None:
     """Write two new files, for this user only."""
     from cryptography.hazmat.primitives import serialization as form
 
     secret = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-    for suffix, data in (("key", secret), ("pem", certificate.public_bytes(form.Encoding.PEM))):
+    for suffix, data in (("key", secret), ("pem", issued.public_bytes(form.Encoding.PEM))):
         file = path.with_name(f"{path.name}.{suffix}")
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new_file:
             new_file.write(data)
 
 
-def _certificate(
-    key: EllipticCurvePrivateKey, issuer: EllipticCurvePrivateKey, authority: str, name: str, cluster: str | None
-) -> Certificate:
-    """Return a certificate for a cluster, or the CA's own."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    def called(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(called(name))
-        .issuer_name(called(authority))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY)  # hosts' clocks differ
-        .not_valid_after(now + _YEARS * 365 * _DAY)
-        .add_extension(
-            x509.BasicConstraints(ca=cluster is None, path_length=0 if cluster is None else None), critical=True
-        )
-    )
-    if cluster is not None:
-        uri = x509.UniformResourceIdentifier(f"{CLUSTER_URI}{cluster}")
-        builder = builder.add_extension(x509.SubjectAlternativeName([uri]), critical=False)
-    return builder.sign(issuer, SHA256())
-
-
 def _show_certificate(path: Path) -> None:
     from cryptography import x509
 
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    until = f"by {certificate.issuer.rfc4514_string()}, until {certificate.not_valid_after_utc:%Y-%m-%d}"
+    shown = x509.load_pem_x509_certificate(path.read_bytes())
+    until = f"by {shown.issuer.rfc4514_string()}, until {shown.not_valid_after_utc:%Y-%m-%d}"
     try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         print(f"{path}: names no cluster, {until}")
         return

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import IO, TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 _RETRY_SECONDS: Final = 3.0
 _END_SECONDS: Final = 5.0
+_READ_BYTES: Final = 1 << 20
 #: No password prompt; ends after 15 s if the network is cut.
 _OPTIONS: Final = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
@@ -47,18 +47,15 @@ def encode(found: list[Instance]) -> str:
 
 
 class Remote:
-    """This user's instances on another host, from ``llm-datadist top --json`` there, run by ssh.
-
-    Threads: one takes lines from ssh, the caller's does the rest.
-    """
+    """This user's instances on another host, from ``llm-datadist top --json`` there, run by ssh."""
 
     def __init__(self, host: str, command: str) -> None:
         self._host = host
         # "--": a host that begins with "-" is not an option.
         self._command = ["ssh", *_OPTIONS, "--", host, f"{command} top --json"]
-        self.ssh: subprocess.Popen[str] | None = None
-        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self.ssh: subprocess.Popen[bytes] | None = None
         self._last: list[Instance] | None = None
+        self._rest = b""  # of a line
         self._error, self._again = "", 0.0
 
     def read(self, timeout: float = 0.0) -> list[Instance] | None:
@@ -70,50 +67,46 @@ class Remote:
             if time.monotonic() < self._again:
                 raise SourceError(self._error)
             self.ssh = self._begin()
-        try:
-            line = self._lines.get(timeout=timeout) if timeout else self._lines.get_nowait()
-        except Empty:
-            return None if timeout else self._last
-        with suppress(Empty):
-            while True:
-                self._last = self._decode(line)
-                line = self._lines.get_nowait()
-        return self._last
+        output, new = self.ssh.stdout, not timeout
+        assert output is not None
+        while select.select([output], [], [], 0.0 if new else timeout)[0]:
+            if not (received := output.read(_READ_BYTES)):
+                self._fail(self._why_it_ended())
+            *lines, self._rest = (self._rest + received).split(b"\n")
+            for line in lines:
+                self._last, new = self._decode(line), True
+        return self._last if new else None
 
     def close(self) -> None:
         """End ssh. Idempotent."""
         ssh, self.ssh, self._last = self.ssh, None, None
         if ssh is not None:
-            with self._complaints, suppress(ProcessLookupError):
+            with ssh, self._complaints, suppress(ProcessLookupError):
                 os.killpg(ssh.pid, signal.SIGKILL)  # with programs that ssh started
-            ssh.wait()
 
-    def _begin(self) -> subprocess.Popen[str]:
-        self._lines = SimpleQueue()
+    def _begin(self) -> subprocess.Popen[bytes]:
+        self._rest = b""
         self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  lives as long as ssh
         try:
             ssh = subprocess.Popen(
                 self._command,
+                bufsize=0,  # select() would not see what has been read but not taken
                 stdin=subprocess.DEVNULL,  # the screen reads the keys
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
-                text=True,
-                errors="replace",
                 start_new_session=True,  # Ctrl-C reaches this program, which ends ssh
             )
         except OSError as error:
             self._complaints.close()
             self._fail(f"ssh cannot be run: {error.strerror}")
-        threading.Thread(target=_copy, args=(ssh.stdout, self._lines), daemon=True).start()
         return ssh
 
-    def _decode(self, line: str | None) -> list[Instance]:
-        if line is None:
-            self._fail(self._why_it_ended())
+    def _decode(self, line: bytes) -> list[Instance]:
         try:
             found = _decoder.decode(line)
-        except msgspec.MsgspecError:
-            self._fail(f"{self._host} printed something else than `llm-datadist top --json` does: {line[:80]!r}")
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            said = f"{line.decode(errors='replace')}\n"[:80]
+            self._fail(f"{self._host} printed something else than `llm-datadist top --json` does: {said!r}")
         if found.page_version != PAGE_VERSION:
             self._fail(
                 f"{self._host} has another version of open-datadist: its statistics have version "
@@ -135,10 +128,3 @@ class Remote:
         self.close()
         self._error, self._again = why, time.monotonic() + _RETRY_SECONDS
         raise SourceError(why)
-
-
-def _copy(stream: IO[str], lines: SimpleQueue[str | None]) -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(None)
