@@ -30,7 +30,7 @@ from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken
 from llm_datadist._transfer.addresses import offsets_in
 from llm_datadist._transfer.engine import Engine
 from llm_datadist._transfer.resolution import open_answer
-from llm_datadist._transport.transport import Choice
+from llm_datadist._transport.choose import Choice
 from llm_datadist.errors import LLMException, NotLinked
 from llm_datadist.types import BlocksCacheKey
 from tests.support.probe import Probe, socket_of

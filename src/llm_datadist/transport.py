@@ -25,6 +25,10 @@ from llm_datadist._native.lane_engine import (
     TORN as TORN,
 )
 from llm_datadist._native.plan import split_plan as split_plan
+from llm_datadist._transport.choose import (
+    Choice as Choice,
+    Verdict as Verdict,
+)
 from llm_datadist._transport.connection import (
     AddressRange as AddressRange,
     Capabilities as Capabilities,
@@ -48,10 +52,8 @@ from llm_datadist._transport.moves import (
     status_of as status_of,
 )
 from llm_datadist._transport.transport import (
-    Choice as Choice,
     Context as Context,
     Meeting as Meeting,
     Transport as Transport,
-    Verdict as Verdict,
     Wire as Wire,
 )

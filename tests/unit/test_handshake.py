@@ -14,7 +14,7 @@ from llm_datadist._links.credentials import Credentials, new_secret
 from llm_datadist._links.handshake import ORDER, DialerSide, Endpoint, Handshake, ListenerSide
 from llm_datadist._links.identity import DIALER, LISTENER, Transcript
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
-from llm_datadist._transport.transport import Choice
+from llm_datadist._transport.choose import Choice
 from llm_datadist.config import CredentialFiles
 from llm_datadist.errors import AuthFailed, LinkRefused, LLMException, LLMStatusCode, ProtocolError, StateError
 from tests.golden.__main__ import load

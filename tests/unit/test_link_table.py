@@ -13,8 +13,8 @@ from llm_datadist._links.link import TRANSITIONS, USABLE, Link, LinkEvent, LinkO
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.table import LinkTable
 from llm_datadist._links.versions import Spoken
+from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import DataPath
-from llm_datadist._transport.transport import Choice
 from llm_datadist.errors import AlreadyLinked, DeadlineExceeded, LinkRefused, LLMStatusCode, StateError
 
 pytestmark = pytest.mark.covers("errors.AlreadyLinked")

@@ -22,8 +22,8 @@ from llm_datadist._links.retry import Reconnect, Reconnector
 from llm_datadist._links.versions import Spoken
 from llm_datadist._native import readable
 from llm_datadist._transport.address import DialledSocket
+from llm_datadist._transport.choose import Choice
 from llm_datadist._transport.connection import Connection, DataPath, Watch
-from llm_datadist._transport.transport import Choice
 from llm_datadist.errors import LinkRefused, LLMStatusCode
 from tests.support.ends import Call
 from tests.support.moves import wait_until

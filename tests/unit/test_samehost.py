@@ -26,12 +26,12 @@ from llm_datadist._memory.cuda import CudaDevice, DeviceSegment
 from llm_datadist._memory.exports import Exports, RegionDescriptor
 from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._native import DeviceMemory, readable
+from llm_datadist._transport.choose import Choice, Verdict, choose, yield_to
 from llm_datadist._transport.registry import transports_for
 from llm_datadist._transport.samehost import listener, peer_memory, rendezvous
 from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
 from llm_datadist._transport.samehost.peer_memory import PeerMemory
 from llm_datadist._transport.samehost.rendezvous import MemoryOffer, Packet, Refusal, RendezvousHello, decode
-from llm_datadist._transport.transport import Choice, Verdict, choose, yield_to
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, ParamError
 from llm_datadist.testing.peers import REGION_BYTES, close_exports, loop_thread, new_exports
 from llm_datadist.testing.scene import residue, settled

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Consumed, Greeting, Hello, Message, Release
     from llm_datadist._links.renewal import Renewal
     from llm_datadist._links.versions import Spoken
+    from llm_datadist._transport.choose import Choice
     from llm_datadist._transport.connection import DataPath
-    from llm_datadist._transport.transport import Choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
 from llm_datadist._transport import instances
+from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
-from llm_datadist._transport.transport import DEVICE, Meeting, Transport, Verdict
+from llm_datadist._transport.transport import DEVICE, Meeting, Transport
 from llm_datadist.errors import LinkError, PeerLost
 
 if TYPE_CHECKING:

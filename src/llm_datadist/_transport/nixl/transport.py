@@ -17,6 +17,7 @@ from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import PlanSide, split_plan
 from llm_datadist._native.public_call import elsewhere
+from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, Connection, ServedConnection, Transfer, Usage
 from llm_datadist._transport.moves import is_one_request, refusal
 from llm_datadist._transport.nixl.agent import fabric, keep_for_ever, usable
@@ -33,7 +34,7 @@ from llm_datadist._transport.nixl.messages import (
     read_answer,
 )
 from llm_datadist._transport.nixl.worker import NixlWorker
-from llm_datadist._transport.transport import Context, Meeting, Transport, Verdict
+from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist._transport.users import why_other_user
 from llm_datadist.config import AUTH_SECRET, NIXL_PLAINTEXT, PEER_POLICY, TLS_CERT, TRANSPORT
 from llm_datadist.errors import DeadlineExceeded, LLMException, LLMStatusCode, PeerLost, ProtocolError

@@ -13,9 +13,10 @@ from typing import Final
 
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._native import ProcessMemory, peek_process
+from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
 from llm_datadist._transport.samehost.peer_memory import PeerMemory, SameHostConnection
-from llm_datadist._transport.transport import Meeting, Transport, Verdict
+from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, LinkRefused, PeerLost, TransferFailed
 
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")

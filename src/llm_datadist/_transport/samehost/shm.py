@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Usage, move_mapped
 from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
 from llm_datadist._transport.samehost.peer_memory import PeerMemory, SameHostConnection
-from llm_datadist._transport.transport import Context, Meeting, Transport, Verdict
+from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import DeadlineExceeded, LinkError, LinkRefused, PeerLost
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import split_plan
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist._transport.address import read_exactly
+from llm_datadist._transport.choose import Verdict
 from llm_datadist._transport.connection import Capabilities, ServedConnection, Transfer
 from llm_datadist._transport.moves import ONE_REQUEST_BYTES, is_one_request, refusal
 from llm_datadist._transport.tcp.lanes import (
@@ -36,7 +37,7 @@ from llm_datadist._transport.tcp.lanes import (
     check_lane,
     dial_lanes,
 )
-from llm_datadist._transport.transport import Context, Meeting, Transport, Verdict
+from llm_datadist._transport.transport import Context, Meeting, Transport
 from llm_datadist.errors import (
     DeviceError,
     LinkRefused,
