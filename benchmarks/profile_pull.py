@@ -86,7 +86,7 @@ def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
     cm.pull_blocks(_KEY, cache, src, dst)
     engine, deadline = cm._engine, Deadline(3_600_000)
     link_, name = engine.links.get(1), arguments.remote_name(_KEY, 2)
-    remote, local = link_.caches.cached[(name, False)], engine.store.registry.lookup(cache.cache_id)
+    remote, local = link_.caches.cached[(name, False)], engine.caches.registry.lookup(cache.cache_id)
     to, of = parse_blocks("dst_blocks", dst), parse_blocks("src_blocks", src)
     layers, ours = arguments.layer_selection(None, None, 2), local.storage.tensors
     ends, far, near = remote.pair, remote.geometry, local.geometry
@@ -112,7 +112,7 @@ def parts_of(world: World, transport: str) -> dict[str, Callable[[], object]]:
         "  deadline": lambda: Deadline(1000),
         "  the move": move,
         "    span (meters, log)": _within(lambda: engine.meters.span("profile_pull", "")),
-        "    hold the local cache": _within(lambda: engine.store.using(cache.cache_id, "dst_cache")),
+        "    hold the local cache": _within(lambda: engine.caches.using(cache.cache_id, "dst_cache")),
         "    link, as an operation": _within(lambda: engine.links.operation(1)),
         "    plan": lambda: ends.block_planner(far, near, layers).plan(to, of),
         "    read": lambda: connection.move(Transfer(plan, ours, remote.tensors, pool, deadline, False, guards)),

@@ -168,7 +168,7 @@ def _subject(datadist: LLMDataDist, step: Step, peer: int | None) -> object:
     if step.name == "call":
         return datadist.cache_manager
     if step.name in ("use", "link"):
-        return engine.store if step.name == "use" else engine.initiator
+        return engine.caches if step.name == "use" else engine.initiator
     if peer is None:
         raise ValueError("a gate at a step of a link needs the peer's cluster id")
     return engine.links.get(peer)

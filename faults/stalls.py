@@ -38,12 +38,12 @@ def stall(datadist: LLMDataDist, what: str) -> Iterator[None]:
 
 
 def _pool(probe: Probe, _: list[Link], undo: ExitStack) -> None:
-    for pool in probe.engine.store.pools:
+    for pool in probe.engine.caches.pools:
         _hold(lock_of(pool), f"the lock of pool {pool.name}", undo)
 
 
 def _registry(probe: Probe, _: list[Link], undo: ExitStack) -> None:
-    registry, end = probe.engine.store.registry, threading.Event()
+    registry, end = probe.engine.caches.registry, threading.Event()
     _hold(lock_of(registry), "the registry's lock", undo)
     for name in ("lookup", "entry_of"):  # which need no lock where a cache can be found
         _replace(registry, name, lambda move: lambda *args: (end.wait(), move(*args))[1], undo)

@@ -477,7 +477,7 @@ def _(stage: Stage) -> None:
     stage.end.start("PROMPT", 1)
     world = stage.end.world
     kept, freed = (world.cm.allocate_blocks_cache(PLAIN.desc) for _ in range(2))
-    find = world.probe.engine.store.registry.find
+    find = world.probe.engine.caches.registry.find
     life, over = (find(cache_id=each.cache_id)[0].life for each in (kept, freed))
     world.cm.deallocate_blocks_cache(freed)
     live, life.state = life.state, over.state

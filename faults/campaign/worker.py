@@ -140,8 +140,8 @@ def begin(world: World, epoch: Epoch, port: int, dialled: bool = False) -> int:
     _ = world.probe.transport("tcp").lanes.engine  # made with the first lane otherwise, and kept: that is no leak
     life = directory.life(worker)
     # An id of an earlier life must not name a cache of this one: a peer that pushes by id could not know.
-    engine.store.registry.next_id += life * _IDS
-    (folder / f"incarnation-{worker}").write_bytes(engine.store.exports.incarnation)
+    engine.caches.registry.next_id += life * _IDS
+    (folder / f"incarnation-{worker}").write_bytes(engine.caches.exports.incarnation)
     path = folder / f"journal-{epoch.number}-{worker}-{life}"
     journal = Journal(path, f"worker {worker}", harmed=epoch.harmed)
     scene = Scene(world.dd, world.cm, epoch, worker, life, directory, journal, {})

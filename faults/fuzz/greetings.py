@@ -333,7 +333,7 @@ class Nonsense:
     """A listener that says to each connection what it is told to. A context manager."""
 
     def __init__(self, stage: Stage, forge: Forge, peers: Unsealed) -> None:
-        self._exports = Probe(stage.friend).engine.store.exports
+        self._exports = Probe(stage.friend).engine.caches.exports
         self._forge, self._peers = forge, peers
         self._plans: queue.SimpleQueue[Hostile | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

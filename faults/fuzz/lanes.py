@@ -20,7 +20,7 @@ from faults.fuzz.links import join
 from faults.fuzz.stage import Stage
 from faults.lane_ends import DATA, HEADER, MAGIC, READ, RESULT, WRITE
 from faults.sealing import FAR_KEYS, MAX_RECORD, NEAR_KEYS, Keys, Sealer
-from llm_datadist._cache.registry import FIRST_NAMED_PIN
+from llm_datadist._cache.registry import FIRST_PEER_CHOSEN_PIN
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.messages import Release
 from llm_datadist._native import Ending, LaneEngine, LaneEvent, LaneLost, Plan, encode_request, plan_row
@@ -178,7 +178,7 @@ def fuzz_lane_handles(frames: int, seed: int) -> Verdicts:
     with Stage(rca=True) as stage, trial("lane handles", seed) as verdicts, ours:
         stage.publish()
         link, owner = join(stage, theirs, 1), stage.probe.transport("tcp").lanes.owner
-        entries, _, _ = stage.engine.store.registry.snapshot()
+        entries, _, _ = stage.engine.caches.registry.snapshot()
         guards = {each.cache_id: [each.guard.slot, each.guard.generation] for each in entries}
         geometries = [msgspec.to_builtins(each.geometry) for each in entries]
         target = stage.engine.target
@@ -228,7 +228,7 @@ def _key_handle(rng: random.Random, geometries: list[Any]) -> bytes:
 
 
 def _pin_name(rng: random.Random) -> int:
-    return FIRST_NAMED_PIN + rng.randrange(256)
+    return FIRST_PEER_CHOSEN_PIN + rng.randrange(256)
 
 
 def _spoiled(fields: list[object], rng: random.Random) -> bytes:

@@ -118,7 +118,7 @@ def join(
     engine = stage.engine
 
     def install() -> Link:
-        own = engine.store.exports
+        own = engine.caches.exports
         peer = Peer(_STRANGER, secrets.token_bytes(16), 1, "fuzz")
         with closing(engine.transports.meet(secrets.token_bytes(16), dialled=False)) as meeting:
             meeting.here, meeting.choice = own, Choice("inproc", "inproc", "fuzz")

@@ -102,7 +102,7 @@ class CacheManager(EngineUser):
         engine = self._engine
         check_type("cache_key", cache_key, CacheKey)
         with engine.meters.span("remove_cache_key", "%s", cache_key):
-            engine.store.remove_key(cache_key)
+            engine.caches.remove_key(cache_key)
 
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None, *, granted_only: bool = False
@@ -193,7 +193,7 @@ class CacheManager(EngineUser):
         arguments.check_addresses(addresses, geometry)
         arguments.check_key_count(keys, geometry)
         with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-            entry = engine.store.register(
+            entry = engine.caches.register(
                 geometry, addresses, keys, remote_accessible=accessible, granted_only=any(only)
             )
         return calls.new_handle(engine, entry, cache_desc)
@@ -212,7 +212,7 @@ class CacheManager(EngineUser):
         engine = self._engine
         check(ARGUMENTS, cache_id=cache_id)
         with engine.meters.span("unregister_cache", "id=%d", cache_id):
-            engine.store.unregister(cache_id, engine.deadline())
+            engine.caches.unregister(cache_id, engine.deadline())
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
         """Check the arguments and do nothing: host memory needs no repair.
@@ -450,7 +450,7 @@ class CacheManager(EngineUser):
         cache_id = calls.local_id(engine, "digest_blocks", "cache", cache)
         with engine.meters.span("digest_blocks", "id=%d %d blocks", cache_id, blocks=len(numbers)) as span:
             digests, span.nbytes = digest_blocks(
-                engine.store, engine.initiator.pool, cache_id, numbers, key, engine.deadline()
+                engine.caches, engine.initiator.pool, cache_id, numbers, key, engine.deadline()
             )
         return digests
 

@@ -389,7 +389,7 @@ class LLMDataDist:
     @property
     def incarnation(self) -> str:
         """Random hexadecimal id of this ``init``. An extension."""
-        return self._life.require_engine("incarnation").store.exports.incarnation.hex()
+        return self._life.require_engine("incarnation").caches.exports.incarnation.hex()
 
     def statistics(self) -> Statistics:
         """Return the present :class:`~llm_datadist.metrics.Statistics`. An extension."""

@@ -90,7 +90,7 @@ class KvCacheManager(EngineUser):
                 cache_id = self._forgotten.popleft()
             except IndexError:  # another thread was quicker
                 break
-            engine.store.deallocate(cache_id)
+            engine.caches.deallocate(cache_id)
 
     def _cut_off(self, result: object) -> None:
         super()._cut_off(cache_of(result) if isinstance(result, KvCache) else result)
@@ -147,7 +147,7 @@ class KvCacheManager(EngineUser):
         check_type("cache_key", cache_key, CacheKey)
         self._require_role("remove_cache_key", LLMRole.PROMPT)
         with v1_codes(), engine.meters.span("remove_cache_key", "%s", cache_key):
-            engine.store.remove_key(cache_key)
+            engine.caches.remove_key(cache_key)
 
     def copy_cache(
         self,

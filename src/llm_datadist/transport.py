@@ -30,7 +30,7 @@ from llm_datadist._transport.choose import (
     Verdict as Verdict,
 )
 from llm_datadist._transport.connection import (
-    AddressRange as AddressRange,
+    PeerRange as PeerRange,
     Capabilities as Capabilities,
     Connection as Connection,
     MemoryChanged as MemoryChanged,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llm_datadist._cache.store import Storage
+from llm_datadist._cache.local_caches import Storage
 from llm_datadist._checks import check_type
 from llm_datadist._memory.segment import Segment, view_of
 from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, plan_row

@@ -708,7 +708,7 @@ def test_models_bound_what_a_peer_finds_in_any_way(route: tuple[Pair, str], tmp_
 
 def pools(world: World) -> list[int]:
     """Return the inodes of the memfds behind the pools."""
-    segments: list[Any] = list(world.probe.engine.store.exports.regions.values())
+    segments: list[Any] = list(world.probe.engine.caches.exports.regions.values())
     return [os.fstat(segment.fd).st_ino for segment in segments]
 
 

@@ -211,7 +211,7 @@ def test_grants_that_end_under_readers_do_not_stop_their_owner(pair: Pair) -> No
 
 
 def guard_of(world: World, name: str) -> tuple[int, int]:
-    guard = world.probe.engine.store.registry.lookup(world.caches[name].cache_id).guard
+    guard = world.probe.engine.caches.registry.lookup(world.caches[name].cache_id).guard
     return guard.slot, guard.generation
 
 
@@ -220,7 +220,7 @@ def read_raw(
 ) -> str:
     """Move bytes of a cache of cluster 1 over data lanes under these guards; return the refusal."""
     engine, tensors = world.probe.engine, Spec().tensors
-    local = engine.store.registry.lookup(world.caches["kv"].cache_id).storage.tensors
+    local = engine.caches.registry.lookup(world.caches["kv"].cache_id).storage.tensors
     with engine.links.operation(1) as link:
         lanes = next(each for each in link.connection.connections if each.capabilities.remote_guards)
         regions, offsets = np.full(tensors, NON_POOL, np.uint32), np.zeros(tensors, np.uint64)

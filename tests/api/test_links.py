@@ -373,7 +373,7 @@ def test_a_forced_unlink_ends_a_running_pull_with_a_typed_error(pair: Pair, tmp_
 
 def unlink_before_a_pin(world: World, peer: int) -> None:
     """Have another thread give the link up, by force, when the control thread is about to pin a cache for the peer."""
-    registry = world.probe.engine.store.registry
+    registry = world.probe.engine.caches.registry
     pin = registry.pin
 
     def late(*args: Any, **kwargs: Any) -> Any:

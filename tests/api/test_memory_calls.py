@@ -30,10 +30,10 @@ from llm_datadist import (
     Memtype,
     Placement,
 )
-from llm_datadist._cache import store as stores
+from llm_datadist._cache import local_caches as stores
 from llm_datadist._cache.geometry import CacheKind, Geometry
+from llm_datadist._cache.local_caches import LocalCaches
 from llm_datadist._cache.registry import Effects
-from llm_datadist._cache.store import CacheStore
 from llm_datadist._deadline import Deadline
 from llm_datadist._memory.device import HostDevice
 from llm_datadist._memory.guards import GuardTable
@@ -134,7 +134,7 @@ def test_a_full_guard_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     # A million slots take half a minute to fill and to look through.
     monkeypatch.setattr(stores, "GuardTable", partial(GuardTable, slots=4))
     options = Options.parse(make_config(), LLMRole.PROMPT)
-    store = CacheStore(options, HostDevice(), HostDevice(), bytes(16))
+    store = LocalCaches(options, HostDevice(), HostDevice(), bytes(16))
     small = store.exports.guards
     soon = Deadline(10_000)
     geometry = store.allocate(Geometry.of(desc(), CacheKind.CACHE), [], soon).geometry
@@ -152,7 +152,7 @@ def test_a_full_guard_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
 
 def test_readers_are_told_before_the_memory_goes(world: World) -> None:
-    store = world.probe.engine.store
+    store = world.probe.engine.caches
     guards = store.exports.guards
     advanced, retired = guards.allocate(), guards.allocate()
     told: list[bool] = []
@@ -173,7 +173,7 @@ def test_effects_that_are_overtaken_by_those_of_the_last_release_harm_nobody(wor
 
     Regression: ``remove_cache_key`` raised ValueError, and could have voided the guard of another cache for good.
     """
-    store, peer = world.probe.engine.store, object()
+    store, peer = world.probe.engine.caches, object()
     cache = world.cm.allocate_cache(desc(), [CacheKey(1, 77)])
     pin = store.registry.pin(peer, time.monotonic() + 60, key=(0, 77, 0))
     overtaken = store.registry.remove_key((0, 77, 0))

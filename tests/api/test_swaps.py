@@ -269,7 +269,7 @@ def test_a_signal_handler_may_swap_too_during_a_swap(end: LocalEnd, out: bool) -
 def test_memory_that_is_being_unregistered_is_not_swapped(end: LocalEnd) -> None:
     """Its owner unmaps it as soon as that call has returned."""
     end.start("DECODER", 1)
-    scene, world, store = Scene(end.world), end.world, end.world.probe.engine.store
+    scene, world, store = Scene(end.world), end.world, end.world.probe.engine.caches
     addresses = [array.ctypes.data for array in scene.around]
     host = world.cm.register_blocks_cache(
         CacheDesc(TENSORS, [HOST_BLOCKS + 2, BLOCK], DataType.DT_UINT8, Placement.HOST), addresses, BlocksCacheKey(2, 9)

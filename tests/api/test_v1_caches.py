@@ -184,7 +184,7 @@ def test_a_dropped_handle_gives_its_cache_back_at_the_next_call(end: LocalEnd, p
     probe = end.world.probe
 
     def drop() -> None:
-        with lock_of(probe.engine.store.registry):
+        with lock_of(probe.engine.caches.registry):
             held.clear()
             gc.collect()
 
@@ -397,7 +397,7 @@ def _given_back(world: World, number: int) -> bool:
     """Make a call, which gives dropped caches back, and return whether that one is gone."""
     world.dd.kv_cache_manager.remove_cache_key(PLACEHOLDER)
     try:
-        world.probe.engine.store.registry.lookup(number)
+        world.probe.engine.caches.registry.lookup(number)
     except CacheNotFound:
         return True
     return False

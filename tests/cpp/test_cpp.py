@@ -329,7 +329,7 @@ def test_a_call_that_a_signal_interrupts_leaves_no_cache_that_nobody_knows(
     memory = np.zeros(8, np.int32)
     addresses = [] if call == "AllocateCache" else [[memory.ctypes.data]]
     assert one.Initialize(LISTEN | {"llm.MemPoolConfig": '{"memory_size": 1048576}'}) is OK
-    store, verb = Probe(one.datadist).engine.store, "allocate" if addresses == [] else "register"
+    store, verb = Probe(one.datadist).engine.caches, "allocate" if addresses == [] else "register"
     real = getattr(store, verb)
     monkeypatch.setattr(store, verb, ringing)
     before = signal.signal(signal.SIGUSR1, interrupt)

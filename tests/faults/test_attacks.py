@@ -31,7 +31,7 @@ from tests.support.world import World, residue_of
 
 
 def _incarnation(world: World) -> bytes:
-    return world.probe.engine.store.exports.incarnation
+    return world.probe.engine.caches.exports.incarnation
 
 
 def _answering(incarnation: bytes | None) -> Callable[[socket.socket], None]:
@@ -187,8 +187,8 @@ def test_attack_poc7_a_handle_with_another_generation_than_the_cache_is_refused(
     end.start("PROMPT", 1)
     end.do(make, "kv", Spec(blocks=True, blocks_key=BLOCKS), 1)
     engine, cache = end.world.probe.engine, end.world.caches["kv"]
-    guard = engine.store.registry.lookup(cache.cache_id, "cache").guard
-    target = Target(engine.store, AccessPolicy(engine.store))
+    guard = engine.caches.registry.lookup(cache.cache_id, "cache").guard
+    target = Target(engine.caches, AccessPolicy(engine.caches))
     plan = Plan(0, 0, 1, plan_row(0, 0, 8), False, 8)
 
     def ask(generation: int) -> MoveReply:

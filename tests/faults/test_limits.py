@@ -413,7 +413,7 @@ def test_allocating_and_registering_without_memory_fail_with_a_code_and_take_not
     cm.deallocate_cache(cm.allocate_cache(desc()))  # the peak of what was used stays
     before = state(end.world)
     memory = user_memory(end.world, "mine", desc())
-    guards = type(end.world.probe.engine.store.exports.guards)
+    guards = type(end.world.probe.engine.caches.exports.guards)
     # No limit of the process leaves memory for all but the guards.
     with mock.patch.object(guards, "allocate_many", side_effect=MemoryError("bad_alloc")):
         with pytest.raises(OutOfMemory, match=r"^allocate:"):

@@ -42,7 +42,7 @@ struct DeviceReads : rl::test_suite<DeviceReads, 4> {
     }
 
     void owner() {
-        // apply (_cache/store.py): `self._guards.void(guard)`
+        // apply (_cache/local_caches.py): `self._guards.void(guard)`
         if (kept(1)) advance_generation();
         kernels_bell.store(1, kept(2, rl::mo_release), $);
         if (!kept(1)) advance_generation();

@@ -41,9 +41,9 @@ struct Guards : rl::test_suite<Guards, 3> {
     }
 
     void owner() {
-        // apply (_cache/store.py): `self._guards.void(guard)`
+        // apply (_cache/local_caches.py): `self._guards.void(guard)`
         if (kept(2)) advance_generation();
-        // apply (_cache/store.py): `self._quarantine.free(allocation, busy)`
+        // apply (_cache/local_caches.py): `self._quarantine.free(allocation, busy)`
         for (auto& byte : bytes) byte.store(new_byte, rl::memory_order_relaxed);
         if (!kept(2)) advance_generation();
     }

@@ -120,11 +120,11 @@ struct ReplyCache : rl::test_suite<ReplyCache, 3> {
     }
 
     void owner() {
-        // apply (_cache/store.py): `self._guards.void(guard)`
+        // apply (_cache/local_caches.py): `self._guards.void(guard)`
         if (kept(2)) advance();
-        // apply (_cache/store.py): `self.quiesce(entry.storage)`
+        // apply (_cache/local_caches.py): `self.quiesce(entry.storage)`
         if (kept(1)) quiesce();
-        // apply (_cache/store.py): `self._quarantine.free(allocation, busy)`
+        // apply (_cache/local_caches.py): `self._quarantine.free(allocation, busy)`
         bytes($) = 2;
         if (!kept(1)) quiesce();
         if (!kept(2)) advance();

@@ -115,10 +115,10 @@ struct WriteIntents : rl::test_suite<WriteIntents, 3> {
             // close_page (write_intents.hpp): `__atomic_exchange_n(&page.header().closed, 1, __ATOMIC_SEQ_CST)`
             closed.exchange(1, rl::memory_order_seq_cst);
         } else if (kept(4)) {
-            // apply (_cache/store.py): `self._guards.void(guard)`
+            // apply (_cache/local_caches.py): `self._guards.void(guard)`
             advance(guard);
         }
-        // apply (_cache/store.py): `busy = self.writers.busy(entry.guard.slot, readers=entry.storage.non_pool)`
+        // apply (_cache/local_caches.py): `busy = self.writers.busy(entry.guard.slot, readers=entry.storage.non_pool)`
         // WriterScan (write_intents.hpp): `__atomic_thread_fence(__ATOMIC_SEQ_CST)`
         if (kept(2)) rl::atomic_thread_fence(rl::memory_order_seq_cst);
         // used (write_intents.hpp): `__atomic_load_n(&header().used, __ATOMIC_SEQ_CST)`
@@ -130,7 +130,7 @@ struct WriteIntents : rl::test_suite<WriteIntents, 3> {
             // sequence_of (write_intents.hpp): `__atomic_load_n(&page.slot(number).sequence, __ATOMIC_SEQ_CST)`
             // _lasts (_memory/write_intents.py): `_native.writer_sequence(page.address, write.slot) == write.sequence`
             if (found[slot] != 0 && sequences[slot].load(kept(6, owners_order()), $) == found[slot]) continue;
-            // apply (_cache/store.py): `self._quarantine.free(allocation, busy)`
+            // apply (_cache/local_caches.py): `self._quarantine.free(allocation, busy)`
             for (int each = 1; each <= guards; ++each)
                 if (guard == 0 || guard == each) bytes[slot][each]($) = 2;
         }

@@ -70,7 +70,7 @@ def place(world: World, tenant: str) -> Place:
     """Return where the victim's key is."""
     server: StoreServer = world.memory["server"]
     space = server._spaces[tenant, e.NS]  # noqa: SLF001 (of this test's store)
-    guard = life_of(server.datadist).require_engine("test").store.registry.lookup(space.cache.cache_id).guard
+    guard = life_of(server.datadist).require_engine("test").caches.registry.lookup(space.cache.cache_id).guard
     slot = int(space.slots.run(msgspec.msgpack.encode([MINE]))[0])
     return space.cache.cache_id, slot, (guard.slot, guard.generation), bytes.fromhex(server.datadist.incarnation)
 

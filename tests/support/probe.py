@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from llm_datadist import Cache
-from llm_datadist._cache import store
+from llm_datadist._cache import local_caches
 from llm_datadist._cache.registry import Pin, Registry
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link
@@ -36,7 +36,7 @@ T = TypeVar("T")
 def kept_by(cache: Cache) -> list[object]:
     """Return what keeps a cache's memory mapped."""
     memory = cache._memory
-    return [each.keep() for each in memory.segments] if isinstance(memory, store.Storage) else []
+    return [each.keep() for each in memory.segments] if isinstance(memory, local_caches.Storage) else []
 
 
 class Probe:
@@ -80,11 +80,11 @@ class Probe:
 
     def pins(self) -> list[Pin]:
         """Return what peers have pinned here."""
-        return list(self.engine.store.registry._pins.values())
+        return list(self.engine.caches.registry._pins.values())
 
     def generations(self) -> list[int]:
         """Return the generation of every guard slot that was ever used."""
-        guards = self.engine.store.exports.guards
+        guards = self.engine.caches.exports.guards
         return [guards.load(slot) for slot in range(1, guards._next_fresh)]
 
     def dial_deadlines(self) -> list[Deadline]:
@@ -175,7 +175,7 @@ def cache_of(handle: KvCache) -> Cache:
 
 def count_ids_again(span: int) -> None:
     """Let ids of caches begin at 1 again, each instance's ``span`` after the last one's. No instance may live."""
-    store.first_ids = itertools.count(1, span)
+    local_caches.first_ids = itertools.count(1, span)
 
 
 def deadline(budget_ms: int) -> Deadline:

@@ -104,7 +104,7 @@ class World:
     @property
     def gpu(self) -> bool:
         """True if caches with Placement.DEVICE lie in a GPU."""
-        return self.probe.engine.store.device.ordinal >= 0
+        return self.probe.engine.caches.device.ordinal >= 0
 
     def user_memory(self, nbytes: int, placement: Placement = Placement.DEVICE) -> tuple[int, Any]:
         """Return memory that is no pool's, of a placement: its address, and what keeps it."""

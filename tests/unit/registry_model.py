@@ -16,7 +16,7 @@ def geometry(kind: CacheKind, rows: int, tensors: int) -> Geometry:
 
 
 class Ledger:
-    """Carries effects out the way CacheStore does, and refuses to do anything twice. Storages and guards are names."""
+    """Carries effects out the way LocalCaches does, and refuses to do anything twice. Storages and guards are names."""
 
     def __init__(self) -> None:
         self.advanced: set[str] = set()

@@ -28,8 +28,8 @@ import pytest
 
 from llm_datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode, Placement
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._cache.registry import FIRST_NAMED_PIN, key_of
-from llm_datadist._cache.store import CacheStore
+from llm_datadist._cache.local_caches import LocalCaches
+from llm_datadist._cache.registry import FIRST_PEER_CHOSEN_PIN, key_of
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.link import Link, PeerCacheView
 from llm_datadist._links.messages import Consumed, Failed, Guarded, Question, Release, Resolve, Resolved, Verify
@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, kind: str, rca: bool, shared: bool, undo: ExitStack, peers: PeerPolicy | None = None) -> None:
         given = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.EnableRemoteCacheAccessible": f"{rca:d}"}
         given["llm.MemPoolConfig"] = '{"memory_size": 1048576, "page_shift": 12}'
-        self.store = CacheStore(Options.parse(given, LLMRole.DECODER), HostDevice(), HostDevice(), b"\0" * 16)
+        self.store = LocalCaches(Options.parse(given, LLMRole.DECODER), HostDevice(), HostDevice(), b"\0" * 16)
         undo.callback(self.store.close)
         policy = AccessPolicy(self.store, peers)
         self.target = Target(self.store, policy)
@@ -120,7 +120,7 @@ class Bench:
         if pin is None:
             key = key_of(self.key)
             assert key is not None
-            handle = encode_handle(KeyHandle(key, self.entry.geometry, FIRST_NAMED_PIN, 60_000, 0))
+            handle = encode_handle(KeyHandle(key, self.entry.geometry, FIRST_PEER_CHOSEN_PIN, 60_000, 0))
         else:
             handle = encode_handle(Handle(self.entry.cache_id, pin, self._guards()))
         request = MoveRequest(handle, self.entry.geometry.stride, plan, push)

@@ -157,7 +157,7 @@ def test_a_peer_that_never_releases_is_bounded_and_others_are_not_touched() -> N
 
 
 def test_a_pin_that_its_peer_has_named_is_of_that_peer_and_made_once() -> None:
-    registry, name = Registry(), rules.FIRST_NAMED_PIN + 7
+    registry, name = Registry(), rules.FIRST_PEER_CHOSEN_PIN + 7
     entry = add(registry, "a", req(1))
     for peer in ("p", "q"):
         assert registry.pin(peer, LATER, key=req(1), pin_id=name).pin_id == name

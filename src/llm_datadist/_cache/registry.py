@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PINS_PER_PEER: Final = 4096  # bounds the cost of a peer that never releases
 DRAIN: Final = "drain"  # phase of errors about a cache that is being unregistered
-FIRST_NAMED_PIN: Final = 1 << 62  # peers number their pins from here on; the registry's own numbers are below
+FIRST_PEER_CHOSEN_PIN: Final = 1 << 62  # peers number their pins from here on; the registry's own numbers are below
 
 
 class Namespace:
@@ -387,7 +387,8 @@ class Registry:
                 raise LinkError(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             entry.life.require(Event.PIN)
             pin = Pin(pin_id or self._next_pin, peer, entry, found_row, binding, expires)
-            self._next_pin += not pin_id
+            if not pin_id:
+                self._next_pin += 1
             self._pins[peer, pin.pin_id] = pin
             self._pins_of[peer] = held + 1
             entry.pins += 1
@@ -424,7 +425,7 @@ class Registry:
         with self._lock:
             if (pin := self._pins.get((peer, pin_id))) is None:
                 self.unknown_releases += 1
-                if pin_id >= FIRST_NAMED_PIN:
+                if pin_id >= FIRST_PEER_CHOSEN_PIN:
                     self._early_releases.append((id(peer), pin_id))
                 return effects
             if consume and pin.binding is not None:

@@ -117,7 +117,9 @@ class WriteIntents:
         """Return the writes, with ``readers`` also local reads, under a just advanced guard."""
         if not self._pages:
             return ()  # writers in a later page meet the advanced guard
-        wanted = [2 * guard, 2 * guard + 1][: 1 + readers]  # words of writes, and of reads
+        wanted = [2 * guard]  # word of writes
+        if readers:
+            wanted.append(2 * guard + 1)
         with self._lock:
             self._tidy()
             found = _native.find_writers(np.array([page.address for page in self._pages], np.uint64), wanted, False)

@@ -14,8 +14,8 @@ from llm_datadist.errors import AuthFailed, CacheNotFound, LinkRefused, ParamErr
 from llm_datadist.types.question import RIGHTS, Asker
 
 if TYPE_CHECKING:
+    from llm_datadist._cache.local_caches import LocalCaches
     from llm_datadist._cache.registry import Binding, Entry, Key
-    from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import Guarded
     from llm_datadist._memory.exports import Exports
     from llm_datadist._native import LentBlocks, Plan
@@ -35,7 +35,7 @@ class AccessPolicy:
     (RCA), or into a cache located over its link. ``_peers`` (``llm.PeerPolicy``) takes rights away, by cluster id.
     """
 
-    _store: CacheStore
+    _caches: LocalCaches
     _peers: PeerPolicy | None = None
 
     def require_link(self, cluster_id: int) -> None:
@@ -49,7 +49,7 @@ class AccessPolicy:
         There are none if each request needs a decision, because a mapping shows whole pools and writable memory is
         readable.
         """
-        exports, may = self._store.exports, self._of(cluster_id)
+        exports, may = self._caches.exports, self._of(cluster_id)
         if not may.pull and not may.push:
             return replace(exports, regions={}, writable=False, private=False)
         if isinstance(may.models, frozenset):
@@ -69,7 +69,7 @@ class AccessPolicy:
         """Require the right to write a cache; ``cache_id`` is None for a key."""
         self.require(link, "push")
         located = isinstance(link, Link) and cache_id in link.caches.located
-        if not self._store.remote_accessible and not located:
+        if not self._caches.remote_accessible and not located:
             raise ParamError("push needs remote cache access (llm.EnableRemoteCacheAccessible=1) on both sides")
 
     def asker(self, link: Link) -> Asker:
@@ -94,7 +94,7 @@ class AccessPolicy:
             return None
         found = (granted.get((each.slot, each.generation)) for each in guards)
         lent: LentBlocks | None = next(filter(None, found), None)
-        if lent is None and any(self._store.exports.guards.load(each.slot) != each.generation for each in guards):
+        if lent is None and any(self._caches.exports.guards.load(each.slot) != each.generation for each in guards):
             raise CacheNotFound(f"cache {entry.cache_id}, or the grant, has changed since it was resolved")
         if lent is None or not lent.hold(plan):
             raise ParamError(f"{granted_only(entry.cache_id)}; the request is outside of every grant that it names")
@@ -126,7 +126,7 @@ class AccessPolicy:
         """Require the right to report a push that consumes a key. Also raises CacheNotFound."""
         if self._peers is not None:
             self.require(link, "push")
-            self.require_sight(link, self._store.registry.lookup(cache_id))
+            self.require_sight(link, self._caches.registry.lookup(cache_id))
             if not self.may_consume(link):
                 raise _denied(link, "consume keys")
 
@@ -141,7 +141,7 @@ class AccessPolicy:
         The pin keeps the memory, because a complete pull of a row may consume the row's key and free the memory. Blocks
         caches need no pin, nor do registered caches with RCA: no key of theirs is consumed, so guards suffice.
         """
-        return entry.geometry.kind is CacheKind.CACHE and (entry.owned or not self._store.remote_accessible)
+        return entry.geometry.kind is CacheKind.CACHE and (entry.owned or not self._caches.remote_accessible)
 
     def require_use(self, link: object, entry: Entry, pin: int) -> None:
         """Require the right to use a cache under ``pin`` (0: none)."""

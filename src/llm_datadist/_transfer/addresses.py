@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._cache.store import CacheStore
+    from llm_datadist._cache.local_caches import LocalCaches
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
@@ -82,11 +82,11 @@ def offsets_in(answer: Located, count: int, who: str) -> list[RemoteOffset]:
 class LocateTarget:
     """Target of address look-ups, which let the peer write there. Threads: control."""
 
-    def __init__(self, store: CacheStore, policy: AccessPolicy, *, allowed: bool) -> None:
-        self._store = store
+    def __init__(self, caches: LocalCaches, policy: AccessPolicy, *, allowed: bool) -> None:
+        self._caches = caches
         self._policy = policy
         self._allowed = allowed
-        self._warned = store.remote_accessible  # peers may write anyway
+        self._warned = caches.remote_accessible  # peers may write anyway
         #: Ids of the caches of the last look-up, and their tensors: look-ups come more often than caches change.
         self._last: tuple[list[int], NDArray[np.uint64]] = [], _tensors_of([])
 
@@ -114,7 +114,7 @@ class LocateTarget:
         if len(message.addresses) % 8 or message.nbytes < 1:
             raise ParamError(f"locate: {len(message.addresses)} bytes of addresses, {message.nbytes} bytes from each")
         addresses = np.frombuffer(message.addresses, "<u8").astype(np.uint64)
-        entries, _, _ = self._store.registry.snapshot()
+        entries, _, _ = self._caches.registry.snapshot()
         live = [each for each in entries if each.life.state in _WITH_TENSORS and not each.closing]
         live = [each for each in live if self._policy.may_see(link, each)]  # errors do not reveal the others
         ids = [each.cache_id for each in live]

@@ -134,7 +134,7 @@ def check_key_count(keys: Bindings, geometry: Geometry) -> None:
 
 
 def check_addresses(addrs: list[int], geometry: Geometry) -> None:
-    """Check that each tensor has a non-zero address; :meth:`CacheStore.register` checks the memory there."""
+    """Check that each tensor has a non-zero address; :meth:`LocalCaches.register` checks the memory there."""
     check_rule(addrs, "addrs is empty: one address per tensor is needed")
     check_rule(
         len(addrs) == geometry.num_tensors,

@@ -69,15 +69,15 @@ class EngineUser(OfProcess):
 
     def _cut_off(self, result: object) -> None:
         """Undo a call whose caller does not get its result. The source of a transfer may be used again then."""
-        store = self._of.store
+        caches = self._of.caches
         if isinstance(result, CacheTask):
             result._job.stop()  # noqa: SLF001 (of a handle that this module has made; no attribute for users)
         elif isinstance(result, Grant):
             give_back(result)
-        elif isinstance(result, Cache) and store.registry.registered(result.cache_id) is not None:
-            store.unregister(result.cache_id, self._of.deadline())
+        elif isinstance(result, Cache) and caches.registry.registered(result.cache_id) is not None:
+            caches.unregister(result.cache_id, self._of.deadline())
         elif isinstance(result, Cache):
-            store.discard(result.cache_id)
+            caches.discard(result.cache_id)
 
     def _perform(self, work: Work) -> None:
         """Do the work of a call after its argument checks. Its awaited form does it in a worker."""
@@ -125,7 +125,7 @@ def allocate(
     shape = Geometry.of(cache_desc, kind)
     arguments.check_key_count(keys, shape)
     with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-        entry = engine.store.allocate(shape, keys, engine.deadline(), granted_only=granted_only)
+        entry = engine.caches.allocate(shape, keys, engine.deadline(), granted_only=granted_only)
     return new_handle(engine, entry, cache_desc)
 
 
@@ -161,7 +161,7 @@ def deallocate(engine: Engine, call: str, cache: Cache) -> None:
     with engine.meters.span(call, "id=%d", cache_id):
         # First: as long as the handle has addresses, the registry has the cache.
         cache._empty()  # noqa: SLF001 (of a handle that this module has made)
-        engine.store.deallocate(cache_id)
+        engine.caches.deallocate(cache_id)
 
 
 def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
@@ -178,9 +178,9 @@ def new_handle(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         )
     except BaseException:
         if entry.owned:
-            engine.store.discard(entry.cache_id)
+            engine.caches.discard(entry.cache_id)
         else:
-            engine.store.unregister(entry.cache_id, engine.deadline())
+            engine.caches.unregister(entry.cache_id, engine.deadline())
         raise
 
 
@@ -260,7 +260,7 @@ class RowTransfer(CacheTransfer):
         args = (self.cache_id, self.row, self.name) if self.push else (self.name, self.cache_id, self.row)
         with (
             engine.meters.span(self.what, "%d[%d] -> %s" if self.push else "%s -> %d[%d]", *args) as self.span,
-            engine.store.using(self.cache_id, self) as self.local,
+            engine.caches.using(self.cache_id, self) as self.local,
         ):
             local = self.local.geometry
             local.require_row("src_batch_index" if self.push else "batch_index", self.row)
@@ -291,7 +291,7 @@ class BlocksTransfer(CacheTransfer):
         src, dst = (self.cache_id, name) if self.push else (name, self.cache_id)
         with (
             engine.meters.span(self.what, "%s -> %s, %d blocks", src, dst, blocks=len(ours)) as self.span,
-            engine.store.using(self.cache_id, self) as self.local,
+            engine.caches.using(self.cache_id, self) as self.local,
         ):
             local, layers = self.local.geometry, self.layers
             if ours.largest >= local.rows:
@@ -370,10 +370,10 @@ def start_transfer(
     engine: Engine, src_cache: Cache, given: LayerwiseArguments, timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT
 ) -> CacheTask:
     """Begin a local use of the source, whose placement is checked, and start the job."""
-    store, cache_id = engine.store, local_id(engine, "transfer_cache_async", "src_cache", src_cache)
+    caches, cache_id = engine.caches, local_id(engine, "transfer_cache_async", "src_cache", src_cache)
     with ExitStack() as undo:
-        entry = store.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
-        release = undo.callback(lambda: store.apply(store.registry.end_use(entry)))
+        entry = caches.registry.begin_use(cache_id, "transfer_cache_async: src_cache")
+        release = undo.callback(lambda: caches.apply(caches.registry.end_use(entry)))
         tensors = entry.geometry.num_tensors
         check_rule(
             tensors % TENSORS_PER_LAYER == 0,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llm_datadist._cache.local_caches import LocalCaches
     from llm_datadist._cache.registry import Entry
-    from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._transfer.access import AccessPolicy
@@ -222,7 +222,7 @@ class Comparison:
 
 
 def digest_blocks(
-    store: CacheStore, pool: CopyPool | None, cache_id: int, blocks: BlockList, nonce: bytes, deadline: Deadline
+    caches: LocalCaches, pool: CopyPool | None, cache_id: int, blocks: BlockList, nonce: bytes, deadline: Deadline
 ) -> tuple[NDArray[np.uint64], int]:
     """Return a digest of each block over all tensors, shape (blocks, 2), and the bytes read."""
 
@@ -236,7 +236,7 @@ def digest_blocks(
             raise deadline.error("digest_blocks", "verify")
         return found
 
-    with store.using(cache_id, "digest_blocks: cache") as entry:
+    with caches.using(cache_id, "digest_blocks: cache") as entry:
         check_blocks("blocks", blocks, entry.geometry)
         stride, count = entry.geometry.stride, entry.geometry.num_tensors
         if not len(blocks):
@@ -271,8 +271,8 @@ class ChecksumTarget:
     Threads: the control thread fills the queues, that thread empties them; any drops those of a peer.
     """
 
-    def __init__(self, store: CacheStore, policy: AccessPolicy, pool: CopyPool | None) -> None:
-        self._store = store
+    def __init__(self, caches: LocalCaches, policy: AccessPolicy, pool: CopyPool | None) -> None:
+        self._caches = caches
         self._policy = policy
         self._pool = pool
         self._lock = threading.Lock()
@@ -328,7 +328,7 @@ class ChecksumTarget:
     def _digests(self, link: Link, question: Verify, expires_ns: int) -> bytes:
         # For a push too: the digest of a few bytes reveals them.
         self._policy.require(link, "pull")
-        registry = self._store.registry
+        registry = self._caches.registry
         entry = registry.reach(link, question.cache_id, question.pin, use=True)
         try:
             # A peer may ask only about what it may move.
@@ -343,14 +343,14 @@ class ChecksumTarget:
             found = digest(end, self._pool, expires_ns, question.nonce, each_run=question.each_run)
             self._require_current(entry, question)
         finally:
-            self._store.apply(registry.end_use(entry))
+            self._caches.apply(registry.end_use(entry))
         if found is None:
             raise LLMException("verify: no time was left for the digest", status_code=LLMStatusCode.LLM_TIMEOUT)
         return found.astype("<u8").tobytes()
 
     def _require_current(self, entry: Entry, question: Verify) -> None:
         for each in (entry.guard, *question.guards):
-            if self._store.exports.guards.load(each.slot) != each.generation:
+            if self._caches.exports.guards.load(each.slot) != each.generation:
                 raise TransferFailed(f"verify: cache {entry.cache_id} was freed, rebound or unregistered meanwhile")
 
 

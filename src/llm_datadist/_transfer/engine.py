@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist import _native
-from llm_datadist._cache.store import CacheStore
+from llm_datadist._cache.local_caches import LocalCaches
 from llm_datadist._checks import is_loopback, typed_memory_error
 from llm_datadist._deadline import Deadline
 from llm_datadist._links import messages
@@ -50,7 +50,7 @@ from llm_datadist.types.cluster import show_address
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from llm_datadist._cache.store import Storage
+    from llm_datadist._cache.local_caches import Storage
     from llm_datadist._links.link import Link
     from llm_datadist.config import Options
     from llm_datadist.types import LLMRole
@@ -96,23 +96,23 @@ class Engine:
             own = undo.enter_context
             # The port before the parts, because it may be busy.
             listening = None if options.listen is None else own(closing(bind(options.listen)))
-            self.store = own(closing(CacheStore(options, device, HostDevice(), secrets.token_bytes(16))))
+            self.caches = own(closing(LocalCaches(options, device, HostDevice(), secrets.token_bytes(16))))
             threads = options.copy_threads or _native.usable_cpus()
             self._copy_pool = own(closing(_native.CopyPool(threads))) if threads > 1 else None
-            self._access = access = AccessPolicy(self.store, options.peer_policy)
+            self._access = access = AccessPolicy(self.caches, options.peer_policy)
             self.swap = own(closing(SwapEngine()))
-            self.local = LocalCopies(self.store, self.swap, self._copy_pool)
+            self.local = LocalCopies(self.caches, self.swap, self._copy_pool)
             publishes = options.statistics_page
             self.page = own(closing(StatisticsPage(self.cluster_id, self._published))) if publishes else None
             self._control = ControlLoop()
             undo.callback(self._control.stop)
-            self.grants = own(closing(Grants(self.cluster_id, self.store, access, self._call_at)))
-            self.store.freed = self.grants.drop_cache
+            self.grants = own(closing(Grants(self.cluster_id, self.caches, access, self._call_at)))
+            self.caches.freed = self.grants.drop_cache
             self.questions = Questions(access)
-            self.checksums = own(closing(ChecksumTarget(self.store, access, self._copy_pool)))
-            self.target = Target(self.store, access, self._control.expect)
-            self.transports = own(closing(Transports(Context(options, self.store.exports, self.target, wire))))
-            self.store.quiesce = self._quiesce
+            self.checksums = own(closing(ChecksumTarget(self.caches, access, self._copy_pool)))
+            self.target = Target(self.caches, access, self._control.expect)
+            self.transports = own(closing(Transports(Context(options, self.caches.exports, self.target, wire))))
+            self.caches.quiesce = self._quiesce
             # Joined after the links have ended, which ends what the threads wait for.
             self.workers = own(closing(Workers()))
             self.tasks = Tasks(options.sync_kv_timeout_ms)
@@ -159,7 +159,7 @@ class Engine:
             messages.Claimed: on_late_claim,
             messages.ClaimEnded: self.grants.on_claim_ended,
             messages.Question: self.questions.on_question,
-            messages.Locate: LocateTarget(self.store, self._access, allowed=options.write_by_address).on_locate,
+            messages.Locate: LocateTarget(self.caches, self._access, allowed=options.write_by_address).on_locate,
         }
         endpoint = Endpoint(
             self.cluster_id,
@@ -267,27 +267,27 @@ class Engine:
     def _on_link_end(self, link: Link) -> None:
         for part in (self.target, self.checksums, self.grants, self.questions):
             part.drop_peer(link)
-        self.store.sweep()
+        self.caches.sweep()
 
     def _on_tick(self, now: float) -> None:
-        self.store.apply(self.store.registry.expire(now))
+        self.caches.apply(self.caches.registry.expire(now))
         self.grants.expire_claims(now)
-        self.store.sweep()
+        self.caches.sweep()
 
     def _published(self) -> tuple[str, Statistics]:
         return self.options.role.name, self.statistics()
 
     def statistics(self) -> Statistics:
-        caches, keys, pins = self.store.registry.statistics()
-        quarantined = self.store.quarantined_bytes()  # before the pools are read, because it sweeps
+        caches, keys, pins = self.caches.registry.statistics()
+        quarantined = self.caches.quarantined_bytes()  # before the pools are read, because it sweeps
         return Statistics(
-            pools=tuple(pool.statistics() for pool in self.store.pools),
+            pools=tuple(pool.statistics() for pool in self.caches.pools),
             caches=caches,
             keys=keys,
             pins=pins,
-            unknown_releases=self.store.registry.unknown_releases,
+            unknown_releases=self.caches.registry.unknown_releases,
             quarantined_bytes=quarantined,
-            lost_writers=self.store.writers.lost,
+            lost_writers=self.caches.writers.lost,
             grants=self.grants.statistics(),
             swap=self.swap.statistics(),
             links=tuple(link.statistics() for link in self.links.all()),
@@ -296,11 +296,11 @@ class Engine:
             operations=self.meters.totals(),
             links_lost=self.links.lost,
             reconnects=self.links.reconnected,
-            devices=(device.statistics(),) if isinstance(device := self.store.device, CudaDevice) else (),
+            devices=(device.statistics(),) if isinstance(device := self.caches.device, CudaDevice) else (),
             tables={"ended_grants": self.grants.ended, "peer_secrets": len(self.links.endpoint.peer_secrets)},
         )
 
     def check_integrity(self) -> None:
-        self.store.check_integrity()
+        self.caches.check_integrity()
         self.links.check_integrity()
         self.grants.check_integrity()

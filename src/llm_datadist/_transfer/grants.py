@@ -49,8 +49,8 @@ from llm_datadist.types.grant import EXPIRED, READER_LOST, RELEASED, TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from llm_datadist._cache.local_caches import LocalCaches
     from llm_datadist._cache.registry import Entry
-    from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._links.manager import LinkManager
@@ -113,12 +113,12 @@ class Grants:
     def __init__(
         self,
         cluster_id: int,
-        store: CacheStore,
+        caches: LocalCaches,
         policy: AccessPolicy,
         call_at: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self._cluster_id = cluster_id
-        self._store = store
+        self._caches = caches
         self._policy = policy
         self._call_at = call_at
         self.link_to: Callable[[int], Link]  # of the links, which are made later
@@ -135,7 +135,7 @@ class Grants:
         self._closed = False
 
     def __str__(self) -> str:
-        return f"cluster {self._cluster_id} (incarnation {self._store.exports.incarnation.hex()[:8]})"
+        return f"cluster {self._cluster_id} (incarnation {self._caches.exports.incarnation.hex()[:8]})"
 
     def grant(
         self, cache_id: int, blocks: object, ttl: float | None, token: bytes | None, peer: int | None, on_end: OnEnd
@@ -152,7 +152,7 @@ class Grants:
         seconds = math.inf if ttl is None else _check_ttl(ttl)
         token = secrets.token_bytes(TOKEN_BYTES) if token is None else check_token(token)
         link = None if peer is None else self.link_to(check_uint64("peer", peer))
-        with self._store.using(cache_id, "grant: cache") as entry:
+        with self._caches.using(cache_id, "grant: cache") as entry:
             entry.geometry.require_kind("grant: cache", CacheKind.BLOCKS)
             rows = entry.geometry.rows
             block = numbers.largest
@@ -160,8 +160,8 @@ class Grants:
             if link is not None:
                 self._policy.require(link, "pull")
                 self._policy.require_sight(link, entry)
-            guard = self._store.exports.guards.allocate()
-            incarnation, key = self._store.exports.incarnation, (guard.slot, guard.generation)
+            guard = self._caches.exports.guards.allocate()
+            incarnation, key = self._caches.exports.incarnation, (guard.slot, guard.generation)
             try:
                 grant = Grant(self._cluster_id, incarnation, cache_id, key, token, numbers.array, self)
                 until = time.monotonic() + seconds
@@ -173,7 +173,7 @@ class Grants:
                     added.on_end = None  # the caller gets no grant
                     self._end(_REVOKED, [token])
                 else:
-                    self._store.exports.guards.release(guard.slot)
+                    self._caches.exports.guards.release(guard.slot)
                 raise
         if link is not None and link.ended:  # perhaps before it was claimed here
             self._end(READER_LOST, [token])
@@ -402,7 +402,7 @@ class Grants:
 
     def _advance(self, over: Iterable[_ActiveGrant], why: str) -> None:
         for given in over:
-            self._store.exports.guards.release(given.grant.guard[0])
+            self._caches.exports.guards.release(given.grant.guard[0])
             if (lent := given.entry.storage.lent) is not None:  # after the guard, which tells a reader that it ended
                 lent.pop(given.grant.guard, None)
         with self._advanced:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from llm_datadist._cache.geometry import CacheKind, CachePair, unlike
-from llm_datadist._cache.registry import FIRST_NAMED_PIN
+from llm_datadist._cache.registry import FIRST_PEER_CHOSEN_PIN
 from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._links.versions import READS_BY_KEY
@@ -337,7 +337,7 @@ def _predicted(link: Link, op: TransferOp) -> Resolution | None:
     key = op.name.key
     if known is None or key is None or op.push or op.grant is not None or READS_BY_KEY not in link.spoken.features:
         return None
-    number = FIRST_NAMED_PIN + link.requests.number()
+    number = FIRST_PEER_CHOSEN_PIN + link.requests.number()
     handle = KeyHandle(key, known.geometry, number, op.deadline.remaining_ms(), link.requests.reported)
     tensors = replace(known.tensors, handle=encode_handle(handle))
     return msgspec.structs.replace(

@@ -20,7 +20,7 @@ from llm_datadist._log import logger
 from llm_datadist._native.public_call import OfProcess, do_what_was_put_off, public_call, public_calls
 from llm_datadist._transfer.addresses import RemoteOffset, locate
 from llm_datadist._transfer.initiator import PushDestination, TransferOp
-from llm_datadist._transfer.meters import Uncounted
+from llm_datadist._transfer.meters import CallSpan
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import (
     CacheMismatch,
@@ -67,10 +67,10 @@ class TransferJob:
         synchronizer: LayerSynchronizer,
         release: Callable[[], None],
         timeout_code: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
-        call: Uncounted | None = None,
+        call: CallSpan | None = None,
     ) -> None:
         self.name = name
-        self._call = call or Uncounted()
+        self._call = call or CallSpan()
         self.timeout_code = timeout_code
         self.sent = 0  # layers, over all destinations
         self._deliveries = list(deliveries)

@@ -26,8 +26,8 @@ from llm_datadist.types import Cache, Placement
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from llm_datadist._cache.local_caches import LocalCaches
     from llm_datadist._cache.registry import Entry
-    from llm_datadist._cache.store import CacheStore
     from llm_datadist._deadline import Deadline
     from llm_datadist._memory.device import Device
 
@@ -64,13 +64,13 @@ class Operand:
 class LocalCopies:
     """Copies between own caches, or memory of the caller. Threads: any."""
 
-    _store: CacheStore
+    _caches: LocalCaches
     _swap: SwapEngine
     _pool: CopyPool | None
 
     def copy_cache(self, dst: CacheRow, src: CacheRow, offset: int, size: int, deadline: Deadline, what: str) -> int:
         """Copy part of a row to a row (interface R8); return the bytes."""
-        hold, src_name, dst_name = self._store.using, f"{what}: src", f"{what}: dst"
+        hold, src_name, dst_name = self._caches.using, f"{what}: src", f"{what}: dst"
         with hold(src.cache_id, src_name) as source, hold(dst.cache_id, dst_name) as target:
             source.geometry.require_kind(src_name, CacheKind.CACHE)
             target.geometry.require_kind(dst_name, CacheKind.CACHE)
@@ -81,7 +81,7 @@ class LocalCopies:
 
     def copy_blocks(self, cache_id: int, pairs: Pairs, deadline: Deadline) -> int:
         """Copy blocks inside one cache, in list order (interface R26); return the bytes."""
-        with self._store.using(cache_id, "copy_blocks: cache") as entry:
+        with self._caches.using(cache_id, "copy_blocks: cache") as entry:
             cache = _operand("cache", entry, "copy_blocks")
             names = ("sources of copy_block_info", "destinations of copy_block_info")
             plan, _ = _plan_blocks(cache, cache, pairs, "copy_blocks", names)
@@ -127,12 +127,12 @@ class LocalCopies:
         if entry is not None and entry.storage.tensors.bases.tolist() == addresses:
             # Not the handle's descriptor, whose shape the user may have changed.
             return Operand(name, entry.geometry, entry.storage.tensors)
-        return Operand.of(name, geometry, addresses, self._store.device)
+        return Operand.of(name, geometry, addresses, self._caches.device)
 
     def _use_of(self, name: str, cache: Cache) -> Use[Entry] | nullcontext[None]:
         """Return the use of an own cache; nothing for a handle of another, or of none (interface §6.9)."""
         try:
-            return self._store.using(cache.cache_id, name)
+            return self._caches.using(cache.cache_id, name)
         except CacheNotFound as error:
             if error.phase == DRAIN:  # its owner may unmap the memory soon
                 raise
@@ -140,7 +140,7 @@ class LocalCopies:
 
     def _hold(self, name: str, operand: int | Operand, what: str) -> Use[Entry] | nullcontext[Operand]:
         """Return the use of an own cache, or memory of the caller."""
-        return nullcontext(operand) if isinstance(operand, Operand) else self._store.using(operand, f"{what}: {name}")
+        return nullcontext(operand) if isinstance(operand, Operand) else self._caches.using(operand, f"{what}: {name}")
 
     def _execute(self, plan: Plan, dst: Tensors, src: Tensors, deadline: Deadline, what: str) -> int:
         done = _native.execute(plan, dst.native, src.native, self._pool, deadline.expires_ns, deadline.cancelled)

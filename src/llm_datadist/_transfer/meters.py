@@ -44,9 +44,9 @@ class Meters:
             return timer
         return _logged(timer, name, detail, args if blocks is None else (*args, blocks))
 
-    def call(self, name: str, peers: Iterable[int | None] = ()) -> Uncounted:
+    def call(self, name: str, peers: Iterable[int | None] = ()) -> CallSpan:
         """Return a context manager for an uncounted call; without tracing it does nothing."""
-        return Uncounted()
+        return CallSpan()
 
     def totals(self) -> tuple[OperationStatistics, ...]:
         return tuple(_statistics(name, each) for name, each in sorted(self._meters.copy().items()) if each.count)
@@ -73,8 +73,8 @@ def log_for_user(level: int, text: str, *args: object) -> None:
 
 
 @dataclass(slots=True)
-class Uncounted(AbstractContextManager["Uncounted"]):
-    """Uncounted call. If the call returns a status, it sets that and the error."""
+class CallSpan(AbstractContextManager["CallSpan"]):
+    """CallSpan call. If the call returns a status, it sets that and the error."""
 
     status: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
     error: BaseException | None = None

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from llm_datadist._cache.geometry import CachePair, Geometry, decode_geometry
-from llm_datadist._cache.registry import FIRST_NAMED_PIN
+from llm_datadist._cache.registry import FIRST_PEER_CHOSEN_PIN
 from llm_datadist._checks import clean
 from llm_datadist._links.messages import U64, GrantedOnly, Guarded, Id, Release, Resolved
 from llm_datadist._memory.exports import NON_POOL
@@ -55,15 +55,16 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class KeyHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """Predicted resolution: the owner finds a cache of this geometry by ``key``.
+    """Handle by key, sent without asking the owner first: a predicted resolution.
 
-    It pins the cache as number ``pin``. Offsets of the request begin at the key's row. ``reported`` counts the reports
-    sent before; one that is still on its way may consume the key.
+    The owner looks ``key`` up. It refuses if the cache has another geometry; else it pins the cache as number ``pin``.
+    Offsets of the request begin at the key's row. ``reported`` counts the reports that this side has sent before,
+    because one that is still on its way may consume the key.
     """
 
     key: tuple[int, U64, U64]
     geometry: Geometry
-    pin: Annotated[int, msgspec.Meta(ge=FIRST_NAMED_PIN, le=2**63 - 1)]
+    pin: Annotated[int, msgspec.Meta(ge=FIRST_PEER_CHOSEN_PIN, le=2**63 - 1)]
     budget_ms: Id
     reported: Id
 

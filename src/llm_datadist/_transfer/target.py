@@ -22,8 +22,8 @@ from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, Para
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llm_datadist._cache.local_caches import LocalCaches
     from llm_datadist._cache.registry import Binding, Entry, Key, Pin
-    from llm_datadist._cache.store import CacheStore
     from llm_datadist._links.messages import Message
     from llm_datadist._native import Plan
     from llm_datadist._transfer.access import AccessPolicy
@@ -39,9 +39,9 @@ class Target:
     Threads: control; any for :meth:`drop_peer`.
     """
 
-    def __init__(self, store: CacheStore, policy: AccessPolicy, expect: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, caches: LocalCaches, policy: AccessPolicy, expect: Callable[[], None] = lambda: None) -> None:
         """``expect`` is called when a peer's next message will follow within microseconds."""
-        self._store = store
+        self._caches = caches
         self._policy = policy
         self._expect = expect
 
@@ -62,7 +62,7 @@ class Target:
         """
         if key is not None:
             self._policy.require_key(link, key)
-        registry, pin, (cache_id, row) = self._store.registry, None, place
+        registry, pin, (cache_id, row) = self._caches.registry, None, place
         entry, row, binding = registry.find(key=key, cache_id=cache_id, row=row)
         if self._policy.needs_pin(entry):
             expires = time.monotonic() + min(budget_ms / 1e3, _MAX_PIN_SECONDS) + _PIN_GRACE_SECONDS
@@ -80,7 +80,7 @@ class Target:
                 raise CacheNotFound(f"cache {entry.cache_id} is not what the peer takes it to be")
         except BaseException:
             if pin is not None:
-                self._store.apply(registry.release(link, pin.pin_id))
+                self._caches.apply(registry.release(link, pin.pin_id))
             raise
         return pin, entry, row, binding
 
@@ -98,28 +98,28 @@ class Target:
         except ProtocolError as error:
             # More tensors than fit a frame.
             if isinstance(answer, Resolved) and answer.pin:
-                self._store.apply(self._store.registry.release(link, answer.pin))
+                self._caches.apply(self._caches.registry.release(link, answer.pin))
             link.tell(Failed(message.id, int(LLMStatusCode.LLM_PARAM_INVALID), f"too many tensors: {error}"))
 
     def on_release(self, link: Link, message: Release) -> None:
         """End a pin. With remote cache access a pull consumes nothing (interface R5)."""
         link.peer_reported += 1
-        consume = message.count > 0 and not self._store.remote_accessible and self._policy.may_consume(link)
-        registry = self._store.registry
-        self._store.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
+        consume = message.count > 0 and not self._caches.remote_accessible and self._policy.may_consume(link)
+        registry = self._caches.registry
+        self._caches.apply(registry.release(link, message.pin, message.first, message.count, consume=consume))
 
     def on_consumed(self, link: Link, message: Consumed) -> None:
         """Consume the key of a pushed row, with remote cache access (interface R5)."""
         link.peer_reported += 1
-        if not self._store.remote_accessible:
+        if not self._caches.remote_accessible:
             return
         try:  # no answer: the Resolve of an honest peer was refused already
             self._policy.require_consumed(link, message.cache_id)
         except LLMException as error:
             logger.info("%s says that it has pushed: %s", link.peer, error)
             return
-        effects = self._store.registry.consume_row(message.cache_id, message.row, message.first, message.count)
-        self._store.apply(effects)
+        effects = self._caches.registry.consume_row(message.cache_id, message.row, message.first, message.count)
+        self._caches.apply(effects)
 
     def on_late_answer(self, link: Link, message: Resolved) -> None:
         """Release the pin of an answer whose caller had given up."""
@@ -127,12 +127,12 @@ class Target:
             link.report(Release(message.pin, 0, 0))
 
     def drop_peer(self, link: Link) -> None:
-        self._store.apply(self._store.registry.drop_peer(link))
+        self._caches.apply(self._caches.registry.drop_peer(link))
 
     def _resolved(self, link: Link, message: Resolve) -> Resolved:
-        store, key = self._store, message.key
+        caches, key = self._caches, message.key
         # With remote cache access pushes consume the key of a row, without it pulls do.
-        consumes = message.consumes and store.remote_accessible if message.push else not store.remote_accessible
+        consumes = message.consumes and caches.remote_accessible if message.push else not caches.remote_accessible
         if not message.push:
             self._policy.require(link, "pull")
         else:
@@ -142,7 +142,7 @@ class Target:
                 key = (Namespace.REQUEST, 0, 0)
             if key is None:
                 # A push to a missing row is a ParamError; a pull's row may be published later (interface §6.12).
-                entry = store.registry.lookup(message.cache_id, "cache_id")
+                entry = caches.registry.lookup(message.cache_id, "cache_id")
                 self._policy.require_sight(link, entry)
                 entry.geometry.require_row("batch_index of dst_cache_key", message.row)
         place = message.cache_id, message.row
@@ -152,14 +152,14 @@ class Target:
             return self._answer(link, message, pin, entry, row, None if key is None else binding)
         except BaseException:
             if pin is not None:
-                store.apply(store.registry.release(link, pin.pin_id))
+                caches.apply(caches.registry.release(link, pin.pin_id))
             raise
 
     def _answer(
         self, link: Link, message: Resolve, pin: Pin | None, entry: Entry, row: int, binding: Binding | None
     ) -> Resolved:
         # Without remote cache access pools are sealed against peers' writes, so absolute addresses are needed.
-        sealed = message.push and not self._store.remote_accessible
+        sealed = message.push and not self._caches.remote_accessible
         mapped = link.connection.capabilities.shared_regions and not sealed
         if entry.storage.tensors.place.device >= 0:
             mapped = mapped and link.connection.devices
@@ -192,7 +192,7 @@ class Target:
         if write:
             self._policy.require_push(link, handle.cache_id)
         serve = None if write else (plan.src_first, plan.count)
-        entry = self._store.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
+        entry = self._caches.registry.reach(link, handle.cache_id, handle.pin, serve=serve)
         self._policy.require_use(link, entry, handle.pin)
         # The cache's own guard is the first of every answer; without it the peer could read reused memory.
         if handle.guards[0].slot != entry.guard.slot:
@@ -202,7 +202,7 @@ class Target:
             raise CacheNotFound(f"cache {entry.cache_id} has changed since it was resolved")
         self._policy.require_lent(link, entry, push=write)
         lent = self._policy.require_grant(entry, handle.guards, plan)
-        address_of = self._store.exports.guards.address_of
+        address_of = self._caches.exports.guards.address_of
         guards = [(address_of(guard.slot), guard.generation) for guard in handle.guards]
         # With a pin not cacheable: the reply ends without a guard, and counts the tensors sent. Nor for a peer of some
         # models only: the cache may lose its keys of these, which changes no guard of an answer by cache id.
@@ -218,7 +218,7 @@ class Target:
             raise CacheNotFound("an earlier report of the peer has not arrived yet")
         try:
             _, entry, row, binding = self._found(
-                link, asked.key, (0, 0), asked.budget_ms, asked, consumes=not self._store.remote_accessible
+                link, asked.key, (0, 0), asked.budget_ms, asked, consumes=not self._caches.remote_accessible
             )
         except LLMException as error:
             raise CacheNotFound(str(error)) from error

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from llm_datadist._log import logger
-from llm_datadist._transfer.meters import Meters, Uncounted
+from llm_datadist._transfer.meters import CallSpan, Meters
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, LLMStatusCode
 
@@ -37,7 +37,7 @@ _tracer: Final = trace.get_tracer("llm_datadist")
 _current: ContextVar[Call | None] = ContextVar("llm_datadist call", default=None)
 
 
-class Call(Uncounted):
+class Call(CallSpan):
     """Public call with its span. Threads: one."""
 
     def __init__(self, name: str, peers: Iterable[int | None], blocks: int | None = None) -> None:

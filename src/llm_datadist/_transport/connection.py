@@ -70,7 +70,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class AddressRange:
+class PeerRange:
     """Address range of a peer's memory, in bytes; ``writable`` by this process or not."""
 
     base: int
@@ -229,8 +229,8 @@ class Connection(AbstractContextManager["Connection"]):
     intent_writer: IntentWriter | None = None  # announces transfers; None if the owner takes part in them
     recovery: Recovery | None = None  # None if nothing breaks but the link
     server: PeerServer | None = None  # None if the peer asks nothing over the control channel
-    _ranges: dict[int, AddressRange]  # by region
-    _guard_range: AddressRange | None = None  # of the peer's guard table here; None if it is not mapped
+    _ranges: dict[int, PeerRange]  # by region
+    _guard_range: PeerRange | None = None  # of the peer's guard table here; None if it is not mapped
 
     def __init__(self) -> None:
         self._pid = HERE["pid"]
@@ -238,11 +238,11 @@ class Connection(AbstractContextManager["Connection"]):
         self._aborted = False  # True: running calls shall fail
         self._read, self._written = Meter(), Meter()
 
-    def _range(self, region: int) -> AddressRange | None:
+    def _range(self, region: int) -> PeerRange | None:
         """Return the range of a region; None if the peer exports no such region."""
         return self._ranges.get(region)
 
-    def _place(self, found: AddressRange, bases: NDArray[np.uint64]) -> Place:
+    def _place(self, found: PeerRange, bases: NDArray[np.uint64]) -> Place:
         """Return the place of tensors that lie in a range."""
         return found.place
 
@@ -250,7 +250,7 @@ class Connection(AbstractContextManager["Connection"]):
         """Return True for a region of the peer's that is not mapped, or not yet. Never waits."""
         return False
 
-    def _guards(self) -> AddressRange:
+    def _guards(self) -> PeerRange:
         """Return the range of the peer's guard table here. Raises LinkError if it is not mapped."""
         if (found := self._guard_range) is None:
             raise LinkError(f"{self.capabilities.name} maps no guards, the peer checks them (remote_guards)")
@@ -423,7 +423,7 @@ class ServedConnection(Connection):
     """Connection to an owner that takes part in every transfer (``remote_guards``)."""
 
     def __init__(self, *, writable: bool) -> None:
-        self._ranges = {NON_POOL: AddressRange(_ELSEWHERE, ADDRESS_SPACE, writable)}
+        self._ranges = {NON_POOL: PeerRange(_ELSEWHERE, ADDRESS_SPACE, writable)}
         super().__init__()
 
 
@@ -440,7 +440,7 @@ def guards_of(connection: Connection, promised: list[tuple[int, int]]) -> GuardS
             raise ProtocolError(str(error)) from error
 
 
-def _checked_range(connection: Connection, region: int, writable: bool) -> AddressRange:
+def _checked_range(connection: Connection, region: int, writable: bool) -> PeerRange:
     capabilities = connection.capabilities
     if region == NON_POOL and not capabilities.non_pool_memory:
         raise LinkError(f"map: {capabilities.name} reaches exported pools only, not the peer's non-pool memory")

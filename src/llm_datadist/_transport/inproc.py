@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL, Exports
 from llm_datadist._transport import instances
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Watch, move_mapped
+from llm_datadist._transport.connection import Capabilities, Connection, PeerRange, Transfer, Watch, move_mapped
 from llm_datadist._transport.transport import DEVICE, Meeting, Transport
 from llm_datadist.errors import LinkError, PeerLost
 
@@ -58,17 +58,17 @@ class InprocConnection(Connection):
             raise LinkError(f"inproc: incarnation {exports.incarnation.hex()} does not live in this process")
         self._exports = exports
         self._ranges = {
-            region: AddressRange(segment.address, segment.nbytes, exports.writable, segment.keep(), segment.place)
+            region: PeerRange(segment.address, segment.nbytes, exports.writable, segment.keep(), segment.place)
             for region, segment in exports.regions.items()
         }
-        self._ranges[NON_POOL] = AddressRange(0, ADDRESS_SPACE, exports.writable)
+        self._ranges[NON_POOL] = PeerRange(0, ADDRESS_SPACE, exports.writable)
         guards = exports.guards.segment
-        self._guard_range = AddressRange(guards.address, guards.nbytes, False, guards.view())
+        self._guard_range = PeerRange(guards.address, guards.nbytes, False, guards.view())
         self._page = exports.writers.open_here()
         self.intent_writer: IntentWriter = self._page.intent_writer()
         super().__init__()
 
-    def _place(self, found: AddressRange, bases: NDArray[np.uint64]) -> Place:
+    def _place(self, found: PeerRange, bases: NDArray[np.uint64]) -> Place:
         """Ask the driver about non-pool memory, of which only the address is known."""
         device = self._exports.device
         if found is self._ranges[NON_POOL] and device is not None and device.has(int(bases[0])):
@@ -79,11 +79,11 @@ class InprocConnection(Connection):
         incarnation = self._exports.incarnation
         return Watch(lambda: not instances.lives_here(incarnation), lambda: None)
 
-    def _range(self, region: int) -> AddressRange | None:
+    def _range(self, region: int) -> PeerRange | None:
         self._check_peer()
         return super()._range(region)
 
-    def _guards(self) -> AddressRange:
+    def _guards(self) -> PeerRange:
         self._check_peer()
         return super()._guards()
 

@@ -227,7 +227,7 @@ class LlmDataDist:
             geometry, addresses, _ = check(ARGUMENTS, cache_desc=cache_desc, addrs=addrs, cfg=cfg)
             check_addresses(addresses, geometry)
             with engine.meters.span("RegisterKvCache", "%r", cache_desc):
-                cache_id = engine.store.register(geometry, addresses, [], remote_accessible=True).cache_id
+                cache_id = engine.caches.register(geometry, addresses, [], remote_accessible=True).cache_id
         return call.status, cache_id
 
     def _cut_off(self, returned: object) -> None:
@@ -237,9 +237,9 @@ class LlmDataDist:
         if engine is None:
             return
         if isinstance(made, Cache):
-            engine.store.discard(made.cache_id)
+            engine.caches.discard(made.cache_id)
         elif isinstance(made, int):
-            engine.store.unregister(made, engine.deadline())
+            engine.caches.unregister(made, engine.deadline())
 
     def UnregisterKvCache(self, cache_id: int) -> LLMStatusCode:
         """Unregister a cache, as ``CacheManager.unregister_cache``.
@@ -254,7 +254,7 @@ class LlmDataDist:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("UnregisterKvCache", "id=%d", cache_id):
-                engine.store.unregister(cache_id, engine.deadline())
+                engine.caches.unregister(cache_id, engine.deadline())
         return call.status
 
     def AllocateCache(self, cache_desc: CacheDesc) -> tuple[LLMStatusCode, Cache | None]:
@@ -272,7 +272,7 @@ class LlmDataDist:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
             with engine.meters.span("AllocateCache", "%r", cache_desc):
-                entry = engine.store.allocate(geometry, [], engine.deadline())
+                entry = engine.caches.allocate(geometry, [], engine.deadline())
             cache = _struct_of(engine, entry, cache_desc)
         return call.status, cache
 
@@ -287,7 +287,7 @@ class LlmDataDist:
             engine = call.engine
             check(ARGUMENTS, cache_id=cache_id)
             with engine.meters.span("DeallocateCache", "id=%d", cache_id):
-                engine.store.deallocate(cache_id)
+                engine.caches.deallocate(cache_id)
         return call.status
 
     def PullKvCache(
@@ -447,7 +447,7 @@ class LlmDataDist:
         """
         with _StatusCall(self._state, "CopyKvBlocks") as call:
             engine = call.engine
-            device = engine.store.device
+            device = engine.caches.device
             src = arguments.operand("src_cache", src_cache, device)
             dst = arguments.operand("dst_cache", dst_cache, device)
             blocks = arguments.block_lists(src_blocks, dst_blocks_list)
@@ -528,7 +528,7 @@ def _not_initialized(what: str) -> NotInitialized:
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:
     """Check that a source is on kDevice; ids are never reused."""
-    placement = engine.store.registry.lookup(cache_id, what).geometry.placement
+    placement = engine.caches.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")
 
 
@@ -541,6 +541,6 @@ def _struct_of(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
         kept = tuple(segment.keep() for segment in entry.storage.segments)
         cache._memory = Mapped(kept)  # noqa: SLF001 (a field of the struct that is not in the header)
     except BaseException:
-        engine.store.discard(entry.cache_id)
+        engine.caches.discard(entry.cache_id)
         raise
     return cache

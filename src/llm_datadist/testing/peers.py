@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llm_datadist._transport.connection import AddressRange, Connection, RemoteTensors
+    from llm_datadist._transport.connection import Connection, PeerRange, RemoteTensors
     from llm_datadist._transport.moves import MoveRequest
 
 REGION_BYTES: Final = {1: 3 << 20, 2: (256 << 10) + 4096}
@@ -151,7 +151,7 @@ class Handles(ServedConnection):
         handle = msgspec.msgpack.encode([regions.tolist(), offsets.tolist()])
         return replace(super().map(regions, offsets, extent, **how), handle=handle)
 
-    def _range(self, region: int) -> AddressRange | None:
+    def _range(self, region: int) -> PeerRange | None:
         elsewhere = self._ranges[NON_POOL]
         return replace(elsewhere, nbytes=REGION_BYTES[region]) if region in REGION_BYTES else super()._range(region)
 

@@ -89,9 +89,9 @@ struct Pairing {
     std::int64_t count;
 };
 
-using Tensors = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // Pairing in Python
+using PairingTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // Pairing in Python
 
-inline Pairing pairing_of(const Tensors& tensors) {
+inline Pairing pairing_of(const PairingTuple& tensors) {
     return {std::get<0>(tensors), std::get<1>(tensors), std::get<2>(tensors)};
 }
 
@@ -200,7 +200,7 @@ inline std::optional<std::pair<nb::object, nb::object>> py_parse_pairs(const nb:
 class BlockPlanner {
 public:
     BlockPlanner(std::int64_t block_bytes, std::int64_t dst_count, std::int64_t src_count, bool alias,
-                 const Tensors& tensors)
+                 const PairingTuple& tensors)
         : block_bytes_(block_bytes),
           dst_count_(dst_count),
           src_count_(src_count),
@@ -224,13 +224,13 @@ private:
 };
 
 inline MovePlan py_plan_blocks(const BlockList& dst, const BlockList& src, std::int64_t block_bytes,
-                               std::int64_t dst_count, std::int64_t src_count, bool alias, const Tensors& tensors,
+                               std::int64_t dst_count, std::int64_t src_count, bool alias, const PairingTuple& tensors,
                                const char* dst_name, const char* src_name) {
     return BlockPlanner(block_bytes, dst_count, src_count, alias, tensors).plan(dst, src, dst_name, src_name);
 }
 
 inline MovePlan py_plan_pieces(const BlockList& dst, std::int64_t block_bytes, std::int64_t dst_count,
-                               std::int64_t src_offset, std::int64_t src_bytes, const Tensors& tensors,
+                               std::int64_t src_offset, std::int64_t src_bytes, const PairingTuple& tensors,
                                const char* dst_name) {
     std::optional<GilReleased> released;
     if (dst.size() > release_gil_above_blocks) released.emplace();
@@ -308,12 +308,12 @@ inline void bind_plans(nb::module_& m) {
 
     m.def("parse_blocks", &py_parse_blocks, "name"_a, "values"_a.none());
     m.def("parse_pairs", &py_parse_pairs, "pairs"_a, "lists"_a);
-    const Tensors one{0, 0, 1};
+    const PairingTuple one{0, 0, 1};
     m.def("plan_blocks", &py_plan_blocks, "dst"_a, "src"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a,
           "src_count"_a, "alias"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks");
     nb::class_<BlockPlanner>(m, "BlockPlanner", nb::is_final())
-        .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, const Tensors&>(), nb::kw_only(), "block_bytes"_a,
-             "dst_count"_a, "src_count"_a, "alias"_a, "tensors"_a = one)
+        .def(nb::init<std::int64_t, std::int64_t, std::int64_t, bool, const PairingTuple&>(), nb::kw_only(),
+             "block_bytes"_a, "dst_count"_a, "src_count"_a, "alias"_a, "tensors"_a = one)
         .def("plan", &BlockPlanner::plan, "dst"_a, "src"_a, "dst_name"_a = "dst_blocks", "src_name"_a = "src_blocks");
     m.def("plan_pieces", &py_plan_pieces, "dst"_a, nb::kw_only(), "block_bytes"_a, "dst_count"_a, "src_offset"_a,
           "src_bytes"_a, "tensors"_a = one, "dst_name"_a = "dst_blocks");

@@ -14,7 +14,7 @@ from typing import Final
 from llm_datadist._memory.exports import ADDRESS_SPACE, NON_POOL
 from llm_datadist._native import ProcessMemory, peek_process
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer
+from llm_datadist._transport.connection import Capabilities, Connection, PeerRange, Transfer
 from llm_datadist._transport.samehost.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.transport import Meeting, Transport
 from llm_datadist.errors import LinkError, LinkRefused, PeerLost, TransferFailed
@@ -56,14 +56,14 @@ class CmaConnection(SameHostConnection):
     capabilities = _CAPABILITIES
 
     def __init__(self, peer: PeerMemory, *, writable: bool) -> None:
-        self._ranges = {NON_POOL: AddressRange(0, ADDRESS_SPACE, writable)}
+        self._ranges = {NON_POOL: PeerRange(0, ADDRESS_SPACE, writable)}
         # The pidfd reports the end of the process too late for a running call, so each call proves the address space: a
         # read compares the cookie along with the bytes, a write touches the canaries before its first byte.
         hello = peer.hello
         self._memory = ProcessMemory(peer.pid, peer.pidfd, hello.cookie_address, hello.cookie, hello.canaries)
         super().__init__(peer)
 
-    def _range(self, region: int) -> AddressRange | None:
+    def _range(self, region: int) -> PeerRange | None:
         if region != NON_POOL:
             raise LinkError(f"map: cma does not reach the peer's exported region {region} but its non-pool memory only")
         return super()._range(region)

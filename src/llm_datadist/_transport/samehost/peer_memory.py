@@ -21,7 +21,7 @@ from llm_datadist._memory.segment import SharedSegment
 from llm_datadist._memory.write_intents import IntentWriter
 from llm_datadist._native import WRITER_PAGE_BYTES, close_elsewhere, readable
 from llm_datadist._native.public_call import elsewhere, public_call
-from llm_datadist._transport.connection import AddressRange, Connection, Watch
+from llm_datadist._transport.connection import Connection, PeerRange, Watch
 from llm_datadist._transport.users import peer_credentials
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, StateError
 
@@ -313,7 +313,7 @@ class SameHostConnection(Connection):
         self._peer = peer
         self.intent_writer: IntentWriter = peer.intent_writer
         guards = peer.guards
-        self._guard_range = AddressRange(guards.address, guards.nbytes, False, guards.view())
+        self._guard_range = PeerRange(guards.address, guards.nbytes, False, guards.view())
         super().__init__()
 
     def peer_ended(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._transport.choose import Verdict
-from llm_datadist._transport.connection import AddressRange, Capabilities, Connection, Transfer, Usage, move_mapped
+from llm_datadist._transport.connection import Capabilities, Connection, PeerRange, Transfer, Usage, move_mapped
 from llm_datadist._transport.samehost.listener import SameHostListener, exchange_memory
 from llm_datadist._transport.samehost.peer_memory import PeerMemory, SameHostConnection
 from llm_datadist._transport.transport import Context, Meeting, Transport
@@ -109,15 +109,15 @@ class ShmConnection(SameHostConnection):
 
     def __init__(self, peer: PeerMemory) -> None:
         self._ranges = {
-            region: AddressRange(segment.address, segment.nbytes, segment.writable)
+            region: PeerRange(segment.address, segment.nbytes, segment.writable)
             for region, segment in peer.regions.items()
         }
         super().__init__(peer)
 
-    def _range(self, region: int) -> AddressRange | None:
+    def _range(self, region: int) -> PeerRange | None:
         found, on_device = super()._range(region), self._peer.on_device
         if found is None and on_device is not None and (segment := on_device.get(region)) is not None:
-            found = AddressRange(segment.address, segment.nbytes, segment.writable, place=segment.place)
+            found = PeerRange(segment.address, segment.nbytes, segment.writable, place=segment.place)
             self._ranges[region] = found
         return found
 

@@ -57,7 +57,7 @@ class Storage:
     allocation: Allocation | None  # None for registered memory
     segments: tuple[Segment, ...]  # those that hold tensors; views of them keep the memory mapped
     lent: dict[tuple[int, int], LentBlocks] | None = None  # of active grants, by their guards; None if reads need none
-    tag: int = field(default_factory=itertools.count(1).__next__)  # unique, for :attr:`CacheStore.quiesce`
+    tag: int = field(default_factory=itertools.count(1).__next__)  # unique, for :attr:`LocalCaches.quiesce`
 
     @property
     def non_pool(self) -> bool:
@@ -134,7 +134,7 @@ class Pools:
             pool.close()
 
 
-class CacheStore:
+class LocalCaches:
     """Caches of one LLMDataDist, with their memory.
 
     The engine sets two hooks. ``quiesce`` ends the use of a storage by this side's lanes and NIXL; ``freed`` learns of
