@@ -405,7 +405,7 @@ def spans(*pairs: tuple[int, int]) -> bytes:
 
 def question(pair: Pair, **change: Any) -> Verify:
     """Return a fair question about all of block 2 of the first cache of the prompt, but for the changes."""
-    guard = engine(pair.prompt).store.registry.lookup(1).guard
+    guard = engine(pair.prompt).caches.registry.lookup(1).guard
     fields: dict[str, Any] = {
         "id": 0,
         "cache_id": 1,
@@ -438,7 +438,7 @@ def digests(pair: Pair, **change: Any) -> bytes:
 
 
 def expected(pair: Pair, *pairs: tuple[int, int], each_run: bool = False) -> bytes:
-    tensors = engine(pair.prompt).store.registry.lookup(1).storage.tensors
+    tensors = engine(pair.prompt).caches.registry.lookup(1).storage.tensors
     runs = np.array([(0, *each) for each in pairs], np.uint64)
     plan = Plan(0, 0, 1 if each_run else TENSORS, runs, ordered=False, nbytes=0)
     found = digest(PlanSide(plan, tensors, is_dst=False), None, NO_DEADLINE, question(pair).nonce, each_run=each_run)
