@@ -240,7 +240,7 @@ def test_a_burst_of_requests_leaves_all_full_blocks_in_the_store(
         threading.Event().wait(0.2)
         return save(*args)
 
-    asked = prompts(24, 400)
+    asked = prompts(20, 400)  # with more a fast engine fills what may be kept
     monkeypatch.setattr(StoreClient, "save", slowly)
     with Engine(checkpoint, store, 128) as engine:
         engine.answers(asked, new=2)
