@@ -6,6 +6,7 @@ Threads: any; the parts have locks. A call that raises leaves pools and registry
 from __future__ import annotations
 
 import itertools
+import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -110,8 +111,18 @@ class Pools:
     def exported(self) -> dict[int, Segment]:
         return {_REGIONS[placement]: pool.segment for placement, pool in self._pools.items()}
 
+    def storage_of(self, geometry: Geometry, allocation: Allocation) -> Storage:
+        """Describe allocated tensors: by region and offset in a pool."""
+        placement, place = Placement(geometry.placement), allocation.segment.place
+        is_exported = self._pools.get(placement) is allocation.pool
+        region, offsets = (_REGIONS[placement], allocation.offsets) if is_exported else (NON_POOL, allocation.addresses)
+        tensors = Tensors(np.array(allocation.addresses, np.uint64), geometry.tensor_bytes, place=place)
+        count = len(offsets)
+        names = struct.pack("<I", region) * count, struct.pack(f"<{count}Q", *offsets)
+        return Storage(tensors, *names, allocation, (allocation.segment,))
+
     def storage_at(self, addrs: Sequence[int], nbytes: int, place: Place) -> Storage:
-        """Describe tensors at a place: by region and offset if all lie in pools."""
+        """Describe registered tensors at a place: by region and offset if all lie in pools."""
         addresses = np.array(addrs, dtype=np.uint64)
         regions, offsets = np.full(addresses.shape, NON_POOL, dtype="<u4"), addresses.astype("<u8")
         segments = []
@@ -173,10 +184,8 @@ class LocalCaches:
         self.registry.require_free(key for key, _ in bindable)
         allocation = self._quarantine.allocate(pool, geometry.num_tensors, geometry.tensor_bytes, deadline)
         try:
-            segment = allocation.segment
-            storage = self.pools.storage_at(allocation.addresses, geometry.tensor_bytes, segment.place)
-            owned = replace(storage, allocation=allocation, segments=(segment,))
-            return self._add(geometry, owned, bindable, **access)
+            storage = self.pools.storage_of(geometry, allocation)
+            return self._add(geometry, storage, bindable, **access)
         except BaseException:
             allocation.free()
             raise
