@@ -113,7 +113,10 @@ def _replace(
     owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
 ) -> None:
     before = getattr(owner, name)
-    undo.callback(setattr, owner, name, before) if name in vars(owner) else undo.callback(delattr, owner, name)
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, before)
+    else:  # a method of its class
+        undo.callback(delattr, owner, name)
     setattr(owner, name, make(before))
 
 
