@@ -75,23 +75,25 @@ class DeviceRegions:
     """Regions of a peer's GPU, mapped here from the descriptors of a rendezvous.
 
     The driver takes a descriptor of anything, and may wait for its other end: a FIFO, a socket, a file of FUSE. So a
-    thread of its own imports. What is not mapped, or not yet, goes over data lanes.
+    thread of its own imports. What is not mapped, or not yet, goes over data lanes. The same thread unmaps, as the
+    driver may wait there too, and as a new thread may end before its first line for want of memory.
 
     Owns: the descriptors, until they are imported; the segments, until :meth:`close`.
-    Threads: one of its own imports; any others. Its own are no ``threading.Thread``, whose ``start`` never returns if
-        the thread ends at once for want of memory.
+    Threads: one of its own imports and unmaps; any others. It is no ``threading.Thread``, whose ``start`` never returns
+        if the thread ends at once.
     Errors: a region that is not mapped has its reason in ``left_out``.
     """
 
     def __init__(self, device: CudaDevice, wanted: list[tuple[RegionDescriptor, int]]) -> None:
         self._device = device
         self._pid = HERE["pid"]
-        self._lock = threading.Lock()  # for the next four, held for no call
+        self._lock = threading.Lock()  # for the next three, held for no call
         self.left_out = {each.region: _because(each, "the driver has not answered yet") for each, _ in wanted}
         self._segments: dict[int, DeviceSegment] = {}
-        self._closed = False
         self._wanted = wanted
         self._ended = threading.Event()
+        self._in_use = threading.Lock()
+        self._in_use.acquire()
         try:
             if sum(time.monotonic() - since > _LATE_SECONDS for since in list(_begun.values())) >= _MAX_LATE:
                 raise RuntimeError(f"{_MAX_LATE} imports of other peers' memory do not end")
@@ -114,15 +116,13 @@ class DeviceRegions:
             return "".join(f"; {reason}: by data lanes" for reason in self.left_out.values())
 
     def close(self) -> None:
-        """Unmap all in a thread, as the driver may wait; what is imported later is unmapped at once. Idempotent."""
+        """Have all unmapped, also what is imported later. Idempotent."""
         if HERE["pid"] != self._pid:
             return
-        with self._lock:
-            self._closed = True
-            segments = list(self._segments.values())
         self._drop_wanted()
-        if any(not each.closed for each in segments):
-            _unmap_elsewhere(segments)
+        with self._lock:
+            if self._in_use.locked():
+                self._in_use.release()
 
     def _drop_wanted(self) -> None:
         with self._lock:
@@ -140,6 +140,10 @@ class DeviceRegions:
             self._drop_wanted()
             self._ended.set()
             _begun.pop(self, None)
+        if self._segments:
+            self._in_use.acquire()
+        for segment in self._segments.values():
+            segment.close()
 
     def _next(self) -> tuple[RegionDescriptor, int] | None:
         with self._lock:
@@ -154,27 +158,12 @@ class DeviceRegions:
                 self.left_out[region] = _because(described, str(error))
             return
         with self._lock:
-            closed = self._closed
-            if not closed:
-                self._segments[region] = segment
-                del self.left_out[region]
-        if closed:
-            segment.close()
+            self._segments[region] = segment
+            del self.left_out[region]
 
 
 def _because(described: RegionDescriptor, why: str) -> str:
     return f"region {described.region} (GPU {described.device.hex()[:8]}) is not mapped: {clean(why)}"
-
-
-def _unmap_elsewhere(segments: list[DeviceSegment]) -> None:
-    def unmap() -> None:
-        for segment in segments:
-            segment.close()
-
-    try:
-        _thread.start_new_thread(unmap, ())
-    except (RuntimeError, MemoryError):
-        unmap()
 
 
 class PeerMemory(AbstractContextManager["PeerMemory"]):
