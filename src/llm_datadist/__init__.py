@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llm_datadist.config import LLMConfig, LlmConfig
-from llm_datadist.datadist import LLMDataDist
+from llm_datadist.datadist import LLMDataDist, PeerLink as PeerLink
 from llm_datadist.errors import (
     AlreadyLinked as AlreadyLinked,
     AuthFailed as AuthFailed,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, 
 from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, OutOfMemory, ParamError, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -140,12 +140,17 @@ def assign_known(instance: object, name: str, value: object) -> None:
     the ``__setattr__`` of classes at run time: type checkers that saw a ``__setattr__`` would allow every name.
     """
     if name[0] != "_" and not hasattr(type(instance), name):
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, [each for each in dir(instance) if each[0] != "_"], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"{type(instance).__name__} has no attribute {name!r}{hint}")
+        known = [each for each in dir(instance) if each[0] != "_"]
+        raise AttributeError(f"{type(instance).__name__} has no attribute {name!r}{nearest(name, known)}")
     object.__setattr__(instance, name, value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a text about an unknown name: the known one that is nearest, if any is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class Attribute(Generic[T]):

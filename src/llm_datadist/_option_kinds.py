@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import pwd
+import re
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -123,6 +124,16 @@ def _integer(name: str, fields: dict[str, Any], field: str) -> int:
     return value
 
 
+def _sized(name: str, text: str) -> dict[str, Any] | None:
+    """Return the pool of a text as "64MiB", "67108864"; None if it is no size."""
+    if not text[:1].isdigit():
+        return None
+    found = re.fullmatch(r"(\d{1,20}) ?(?:([KMGT]i)?B)?", text, re.ASCII)
+    if found is None:
+        raise ParamError(f"{name}: {text[:200]!r} is no size: bytes, or a number with KiB, MiB, GiB or TiB")
+    return {"memory_size": int(found[1]) << 10 * ("KMGT".find((found[2] or " ")[0]) + 1)}
+
+
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """Bytes of a memory pool, in pages of ``1 << page_shift`` bytes to which allocations are rounded up.
@@ -140,11 +151,11 @@ class PoolOptions:
 
     @classmethod
     def parse(cls, name: str, text: str, limit: int | None = None) -> PoolOptions:
-        """Parse the JSON object ``text`` of option ``name``; an unknown field logs a warning.
+        """Parse the JSON object ``text`` of option ``name``, or a size; an unknown field logs a warning.
 
         Raises ParamError with the field that breaks a rule, or a size above ``limit`` bytes.
         """
-        fields = parse_json(name, check_type(name, text, str))
+        fields = _sized(name, check_type(name, text, str)) or parse_json(name, text)
         if not isinstance(fields, dict):
             raise ParamError(f"{name}: {text[:200]!r} is no JSON object")
         huge_pages = fields.pop("huge_pages", False)
@@ -222,7 +233,7 @@ DEVICE_MOVER: Final = _one_of("auto", "kernel", "copy")
 TRANSPORT: Final[Kind[str]] = f"{', '.join(TRANSPORTS)}, or an installed one", _parse_transport
 USERS: Final[Kind[frozenset[int]]] = "user ids or names, comma-separated", _parse_users
 POLICY: Final[Kind[PeerPolicy]] = "JSON, or a file that holds it", PeerPolicy.parse
-POOL: Final = "JSON: memory_size, page_shift, huge_pages", PoolOptions.parse
-HOST_POOL: Final = "JSON as for the device pool, at most 20 GiB", partial(PoolOptions.parse, limit=_HOST_POOL_LIMIT)
+POOL: Final = "bytes, a size as 64MiB, or JSON: memory_size, page_shift, huge_pages", PoolOptions.parse
+HOST_POOL: Final = "as the device pool, at most 20 GiB", partial(PoolOptions.parse, limit=_HOST_POOL_LIMIT)
 JSON: Final = _or_empty(parse_json)
 SIZE_CLASSES: Final = _or_empty(check_buf_pool)

@@ -13,7 +13,7 @@ import resource
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, Unpack
 
 from llm_datadist import _option_kinds as kinds
 from llm_datadist._checks import (
@@ -29,6 +29,7 @@ from llm_datadist._checks import (
     is_digits,
     is_ipv6,
     is_loopback,
+    nearest,
 )
 from llm_datadist._log import logger
 from llm_datadist.errors import NoneArgument, ParamError
@@ -484,15 +485,57 @@ def _packed_cluster_info(text: str) -> str | None:
     return json.dumps(info)
 
 
+class _PoolSetting(_Setting[str]):
+    """Text of a pool; an integer is its bytes."""
+
+    def __set__(self, instance: object, value: str | int | None) -> None:
+        if hasattr(value, "__index__"):
+            value = str(_pool_bytes(self._name, value))
+        super().__set__(instance, value)
+
+
+_pool_bytes = _ruled(check_int, lambda nbytes: nbytes > 0, "bytes, it must be above 0")
 _any_text_setting = partial(_Setting[str], check=partial(check_type, types=str), default="")
 _text_setting = partial(_any_text_setting, emit=lambda text: text or None)
+_pool_setting = partial(
+    _PoolSetting, check=partial(check_type, types=str), default="", emit=lambda text: text or None, resets=False
+)
 _flag_setting = partial(
     _Setting[bool], check=partial(check_type, types=bool), default=False, emit=lambda flag: "1" if flag else "0"
 )
 
 
+class Settings(TypedDict, total=False):
+    """Keywords of :class:`LLMConfig`."""
+
+    device_id: int | Sequence[int] | None
+    sync_kv_timeout: int | str
+    listen_ip_info: str
+    enable_cache_manager: bool
+    enable_remote_cache_accessible: bool
+    mem_pool_cfg: str | int
+    host_mem_pool_cfg: str | int
+    local_comm_res: str | None
+    transfer_backend: str | None
+    global_resource_config: str | None
+    link_total_time: int
+    link_retry_count: int
+    rdma_traffic_class: int
+    rdma_service_level: int
+    enable_switch_role: bool
+    mem_utilization: float
+    buf_pool_cfg: str
+    deploy_res_path: str
+    cluster_info: str
+    ge_options: dict[str, str]
+    output_max_size: int | None
+
+
 class LLMConfig:
     """Settings of one LLMDataDist, made into the option dict that ``init`` takes.
+
+    Keywords (extension) assign attributes: ``LLMConfig(listen_ip_info="10.0.0.1:26000", mem_pool_cfg="64MiB")``. A pool
+    may also be an int, its bytes.
 
     Assignments check values: a wrong type is a TypeError (NoneArgument for None, unless None means "not assigned"), a
     value outside its range a ParamError. ``init`` checks JSON texts. An unknown name is an AttributeError with the
@@ -506,8 +549,8 @@ class LLMConfig:
     listen_ip_info = _text_setting(LISTEN)
     enable_cache_manager = _flag_setting(CACHE_MANAGER)
     enable_remote_cache_accessible = _flag_setting(REMOTE_ACCESSIBLE)
-    mem_pool_cfg = _text_setting(MEM_POOL, resets=False)
-    host_mem_pool_cfg = _text_setting(HOST_MEM_POOL, resets=False)
+    mem_pool_cfg = _pool_setting(MEM_POOL)
+    host_mem_pool_cfg = _pool_setting(HOST_MEM_POOL)
     local_comm_res = _any_text_setting(LOCAL_COMM_RES)
     transfer_backend = _any_text_setting(TRANSFER_BACKEND)
     global_resource_config = _any_text_setting("llm.GlobalResourceConfig")
@@ -526,9 +569,13 @@ class LLMConfig:
     )
     output_max_size: _Setting[int | None] = _Setting("llm.OutputMaxSize", check_int, None)
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Unpack[Settings]) -> None:
         self._ge_options: dict[str, str] = {}
         self._options: dict[str, str] = {}
+        for name, value in settings.items():
+            if name not in Settings.__annotations__:
+                raise ParamError(f"LLMConfig: {name!r} is no setting{nearest(name, Settings.__annotations__)}")
+            setattr(self, name, value)
 
     def generate_options(self) -> dict[str, str]:
         """Return the option dict, always the same object: entries of the caller and former settings stay in it."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import threading
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 from weakref import WeakSet
 
 from llm_datadist._checks import (
@@ -39,13 +40,22 @@ from llm_datadist._native.public_call import (
     require_outermost,
 )
 from llm_datadist._transfer import linking, questions
-from llm_datadist.config import LISTEN, SWITCH_ROLE, Options, parse_listen_ip_info
-from llm_datadist.errors import LLMException, LLMStatusCode, NoneArgument, NotInitialized, ParamError, StateError
+from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, SWITCH_ROLE, LLMConfig, Options, parse_listen_ip_info
+from llm_datadist.errors import (
+    LLMException,
+    LLMStatusCode,
+    NoneArgument,
+    NotInitialized,
+    NotLinked,
+    ParamError,
+    StateError,
+)
 from llm_datadist.types import LLMClusterInfo, LLMRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
+    from llm_datadist._links.link import Peer
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.linking import Clusters, Pending, Statuses
@@ -58,7 +68,7 @@ if TYPE_CHECKING:
 
     AwaitedStatuses = Coroutine[Any, Any, Statuses]
 
-__all__ = ["LLMDataDist"]
+__all__ = ["LLMDataDist", "PeerLink"]
 
 Manager = TypeVar("Manager", bound="CacheManager | KvCacheManager")
 
@@ -66,7 +76,17 @@ _MAX_MEMBERS: Final = 4
 _NAME_LIMIT: Final = 128
 
 
-@public_calls(here=("link_clusters", "unlink_clusters", "ask"), whole=("init", "finalize", "switch_role"))
+class _RandomId(int):
+    """Default of a cluster id, with words for signatures."""
+
+    def __repr__(self) -> str:
+        return "RANDOM"
+
+
+_RANDOM: Final = _RandomId()
+
+
+@public_calls(here=("link_clusters", "connect", "unlink_clusters", "ask"), whole=("init", "finalize", "switch_role"))
 class LLMDataDist:
     """One instance: links to peers, and publishes and moves KV caches.
 
@@ -76,9 +96,13 @@ class LLMDataDist:
     ``finalize``. A call of the other mode, v1 or v2, is a StateError (``LLM_PARAM_INVALID``). Threads: any, except that
     ``finalize`` must be alone (interface §11).
 
+    In a ``with`` statement (extension) the block begins with ``init`` of ``config``, in v2 mode with device 0 unless
+    that says otherwise, and ends with ``finalize``.
+
     Args:
         role: A label in v2 mode; in v1 mode it decides which calls are allowed.
-        cluster_id: uint64, unique among all instances that link to each other.
+        cluster_id: uint64, unique among all instances that link to each other. Default (extension): 63 random bits.
+        config: Options for ``with``. Default: None, those of an empty LLMConfig. An extension.
         device: Where caches with Placement.DEVICE lie, as :class:`llm_datadist.devices.CudaDevice`. Default: None, as
             ``llm.DeviceMemory`` says. An extension.
 
@@ -90,9 +114,17 @@ class LLMDataDist:
 
     llm_engine_instance: ClassVar[LLMDataDist | None] = None
 
-    def __init__(self, role: LLMRole, cluster_id: int, *, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        role: LLMRole,
+        cluster_id: int = _RANDOM,
+        *,
+        config: LLMConfig | None = None,
+        device: Device | None = None,
+    ) -> None:
         self._role = check_type("role", role, LLMRole)
-        self._cluster_id = check_uint64("cluster_id", cluster_id)
+        self._cluster_id = secrets.randbits(63) if cluster_id is _RANDOM else check_uint64("cluster_id", cluster_id)
+        self._config = LLMConfig() if config is None else check_type("config", config, LLMConfig)
         self._device = device
         self._life = Life()
 
@@ -142,9 +174,16 @@ class LLMDataDist:
         """
         tear_down(self)
 
+    def __enter__(self) -> Self:
+        self.init({DEVICE_ID: "0", CACHE_MANAGER: "1"} | self._config.generate_options())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.finalize()
+
     @property
     def cluster_id(self) -> int:
-        """The cluster id given to the constructor."""
+        """The cluster id: the constructor's, or the one that it has drawn."""
         return self._cluster_id
 
     @public_call
@@ -185,7 +224,33 @@ class LLMDataDist:
         pending = self._linking(clusters, timeout)
         return _awaited(self._life.require_engine("link_clusters_async").workers, pending, timeout)
 
-    def _linking(self, clusters: Clusters, timeout: int) -> Pending:
+    def connect(self, address: str, cluster_id: int | None = None, timeout: int = 3000) -> PeerLink:
+        """Link to the peer that listens at ``address``; return the link, which closes as a ``with`` block ends.
+
+        An extension; :meth:`link_clusters` is the interface's own form, for several peers and statuses.
+
+        Args:
+            address: "ip:port", "[ipv6]:port" or "name:port".
+            cluster_id: Another peer's link is refused. Default: None, the link's ``cluster_id`` is what the peer says.
+
+        Raises:
+            ParamError: ``address`` has another form, or port 0.
+            AlreadyLinked, LinkError, DeadlineExceeded, LLMException: As the statuses of :meth:`link_clusters`.
+        """
+        host, port = parse_listen_ip_info(address, "address")
+        check_rule(port, f"address: {address!r} has port 0: name the one where the peer listens")
+        cluster = LLMClusterInfo()
+        cluster.append_local_ip_info("127.0.0.1", 0)  # without meaning, but the interface asks for one
+        cluster.append_remote_ip_info(host, port)
+        if cluster_id is not None:
+            cluster.remote_cluster_id = cluster_id
+        linked: list[Peer] = []
+        status, _ = elsewhere(self._linking([cluster], timeout, linked))(Deadline(timeout, cancellable=True)).tell()
+        if status.error is not None:
+            raise status.error
+        return PeerLink(self, cluster, *linked)
+
+    def _linking(self, clusters: Clusters, timeout: int, linked: list[Peer] | None = None) -> Pending:
         engine = self._life.require_engine("link_clusters")
         check_timeout(timeout)
         check_list("clusters", clusters, LLMClusterInfo)
@@ -195,7 +260,7 @@ class LLMDataDist:
                 cluster.local_ip_info_list or not needs_local,
                 f"clusters[{i}]: local_ip_info_list is empty; append_local_ip_info(own ip, 0) names this host",
             )
-        return linking.link_clusters(engine, clusters)
+        return linking.link_clusters(engine, clusters, linked)
 
     def unlink_clusters(
         self, clusters: list[LLMClusterInfo] | tuple[LLMClusterInfo, ...], timeout: int = 3000, force: bool = False
@@ -466,6 +531,55 @@ class LLMDataDist:
     def check_integrity(self) -> None:
         """Raise AssertionError, with the difference, unless all tables agree; in idle moments. An extension."""
         self._life.require_engine("check_integrity").check_integrity()
+
+
+class PeerLink(AbstractContextManager["PeerLink"]):
+    """A link that :meth:`LLMDataDist.connect` has made; a ``with`` block closes it. An extension.
+
+    It stands for the link to this ``init`` of the peer, also after that was lost and dialled again. Threads: any.
+    """
+
+    def __init__(self, datadist: LLMDataDist, cluster: LLMClusterInfo, peer: Peer) -> None:
+        cluster.remote_cluster_id = self._cluster_id = peer.cluster_id
+        self._datadist, self._cluster = datadist, cluster
+        self._own, self._peer = datadist.incarnation, peer.incarnation.hex()
+
+    @property
+    def cluster_id(self) -> int:
+        """The peer's cluster id, for keys and calls that name it."""
+        return self._cluster_id
+
+    def explain(self) -> LinkStatistics:
+        """Return :meth:`LLMDataDist.explain` of the peer."""
+        return self._datadist.explain(self._cluster_id)
+
+    def ask(self, name: str, body: bytes, timeout: int = 3000) -> bytes:
+        """Ask the peer a question, as :meth:`LLMDataDist.ask`."""
+        return self._datadist.ask(self._cluster_id, name, body, timeout)
+
+    def close(self, timeout: int = 3000, *, force: bool = False) -> None:
+        """Unlink, as :meth:`LLMDataDist.unlink_clusters`; a link that has ended, or was replaced, is a success.
+
+        Raises:
+            LLMException: The unlink has failed; without ``force``, after DeadlineExceeded, both sides keep the link.
+            StateError: Called inside another call of this thread, as by a finalizer.
+        """
+        try:
+            if self._datadist.incarnation != self._own or self.explain().peer_incarnation != self._peer:
+                return
+        except NotInitialized:
+            return
+        except NotLinked:
+            pass  # unlinking ends its redialling
+        status, _ = self._datadist.unlink_clusters([self._cluster], timeout, force)
+        if status.error is not None:
+            raise status.error
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PeerLink of {self._datadist!r} to cluster {self._cluster_id}>"
 
 
 class Life:

@@ -211,8 +211,8 @@ class LinkManager:
         for link in self.all():
             link.check_integrity()
 
-    def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> None:
-        """Link to the listener at ``address``; ``wanted`` None accepts any cluster (interface R28).
+    def link(self, wanted: int | None, address: tuple[str, int], deadline: Deadline, *, mutual: bool = False) -> Peer:
+        """Link to the listener at ``address``, return the peer; ``wanted`` None accepts any (interface R28).
 
         If the peer dials too, one link is made and both calls succeed. The first call after a loss succeeds if the
         link is back already. If ``mutual`` (transfer backend hixl), this side's first call after the peer's succeeds.
@@ -221,25 +221,26 @@ class LinkManager:
         refuses, and DeadlineExceeded.
         """
         since = self._table.sequence
-        present = self._usable(wanted)
+        present, made = self._usable(wanted), False
         if present is None or not _lives(present, deadline):
             silent = present
             try:
-                present = self._dial_until_linked(wanted, address, deadline, since)
+                present, made = self._dial_until_linked(wanted, address, deadline, since)
             except (DeadlineExceeded, LinkRefused):
                 if silent is not None and silent.usable:
                     raise _already_linked(silent) from None  # unreachable, but linked
                 raise
-        if present is not None:
+        if not made:
             _mark_requested(present, since, address, mutual=mutual)
+        return present.peer
 
     def _dial_until_linked(
         self, wanted: int | None, address: tuple[str, int], deadline: Deadline, since: int
-    ) -> Link | None:
-        """Make a link, or return one that the peer knows."""
+    ) -> tuple[Link, bool]:
+        """Return a link that the peer knows, and whether it was made here."""
         while True:
             try:
-                present = self._dial(wanted, address, deadline)
+                present, made = self._dial(wanted, address, deadline)
             except LinkRefused as error:
                 if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                     raise
@@ -248,13 +249,13 @@ class LinkManager:
                     deadline.check(f"link to {show_address(address)}: both sides dial", "link", wanted)
                 continue
             # The process may answer dials, but have forgotten this link.
-            if present is None or self._keep(present, "its peer answers new dials only", deadline):
-                return present
+            if made or self._keep(present, "its peer answers new dials only", deadline):
+                return present, made
 
     def _reconnect(self, reconnect: Reconnect, deadline: Deadline) -> None:
         """Dial a lost link once. On the reconnector's thread."""
-        present = self._dial(None, reconnect.address, deadline, reconnect, incarnation=reconnect.peer.incarnation)
-        if present is not None and present.origin.sequence <= reconnect.sequence:
+        present, made = self._dial(None, reconnect.address, deadline, reconnect, incarnation=reconnect.peer.incarnation)
+        if not made and present.origin.sequence <= reconnect.sequence:
             raise LinkRefused("the lost link is still ending")
         link = self._table.get(reconnect.peer.cluster_id)
         if reconnect.cancelled and link is not None and link.origin.reconnected:
@@ -274,8 +275,8 @@ class LinkManager:
         *,
         incarnation: bytes | None = None,
         communicator: messages.CommunicatorId | None = None,
-    ) -> Link | None:
-        """Make one link, or return an existing one."""
+    ) -> tuple[Link, bool]:
+        """Return a link, and whether it was made: there may be one already."""
         with (
             _refusing(show_address(address), but=LLMException),
             Dial(self.endpoint, address, deadline, incarnation=incarnation, communicator=communicator) as dial,
@@ -294,14 +295,13 @@ class LinkManager:
                 except LinkRefused:
                     self._keep(number, "its peer knows nothing of it", deadline)
                     raise
-                return number
+                return number, False
             try:
-                self._install_dialled(dial.take(number, dial.confirm(number)))
+                return self._install_dialled(dial.take(number, dial.confirm(number))), True
             finally:
                 self._table.withdraw(dial.peer)
-        return None
 
-    def _install_dialled(self, new: NewLink) -> None:
+    def _install_dialled(self, new: NewLink) -> Link:
         """Make a dialled link usable. Owns ``new``. Raises LinkRefused and AlreadyLinked."""
         channel = self._channel(new)
         new.link.ready(channel)
@@ -311,6 +311,7 @@ class LinkManager:
             new.link.end(str(error), lost=False)
             raise
         self._bring_up(new, channel, old)
+        return new.link
 
     def _keep(self, link: Link, reason: str, deadline: Deadline) -> bool:
         """Return True if the peer answers; otherwise end its link. Raises DeadlineExceeded once time is over."""

@@ -23,7 +23,7 @@ from llm_datadist.types.enums import LLMRole
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from llm_datadist._links.link import Link
+    from llm_datadist._links.link import Link, Peer
     from llm_datadist._links.manager import LinkManager
     from llm_datadist._transfer.engine import Engine
     from llm_datadist.types import LLMClusterInfo
@@ -83,13 +83,15 @@ def _one_of(status: LLMStatusCode, errors: list[LLMException]) -> LLMException:
     return LinkError(f"{len(errors)} clusters failed: {'; '.join(map(named, errors))}", status_code=status)
 
 
-def link_clusters(engine: Engine, clusters: Clusters) -> Pending:
-    """Return the work that links. It logs the reason of each failure, and keeps it for ``explain``."""
+def link_clusters(engine: Engine, clusters: Clusters, linked: list[Peer] | None = None) -> Pending:
+    """Return the work that links, and adds peers to ``linked``. It keeps failures for ``explain``, too."""
     links, mutual = engine.links, engine.options.transfer_backend is not None
 
     def link(cluster: LLMClusterInfo, deadline: Deadline) -> None:
         try:
-            links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
+            peer = links.link(cluster.remote_cluster_id, _remote_address(cluster), deadline, mutual=mutual)
+            if linked is not None:
+                linked.append(peer)
         except LLMException as error:
             if cluster.remote_cluster_id is not None:
                 links.note(cluster.remote_cluster_id, "link_clusters failed", error)
