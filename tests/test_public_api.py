@@ -102,6 +102,7 @@ DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager", "incarnation", "kv_
 
 #: Ours: extensions, as docs/interface.md says.
 DATADIST_EXTENSIONS: Final = {
+    "connect": "(self, address, cluster_id=None, timeout=3000)",
     "statistics": "(self)",
     "explain": "(self, remote_cluster_id)",
     "explain_communicator": "(self, comm_id)",
@@ -331,7 +332,7 @@ def test_datadist_has_the_documented_methods_and_the_named_extensions() -> None:
     assert methods == DATADIST | DATADIST_EXTENSIONS
     properties = {name for name, value in _own(cls) if isinstance(value, property)}
     assert properties == DATADIST_PROPERTIES
-    assert _strip(cls) == "(role, cluster_id, *, device=None)"
+    assert _strip(cls) == "(role, cluster_id=RANDOM, *, config=None, device=None)"
     assert cls.llm_engine_instance is None
 
 
@@ -350,7 +351,7 @@ def test_value_types_have_the_documented_signatures() -> None:
         (llm_datadist.TransferWithCacheKeyConfig, "(cache_key, src_layer_range, dst_layer_range, src_batch_index=0)"),
         (llm_datadist.CacheTask.synchronize, "(self, timeout_in_millis=None)"),
         (llm_datadist.CacheTask.get_results, "(self, timeout_in_millis=None)"),
-        (llm_datadist.LLMConfig, "()"),
+        (llm_datadist.LLMConfig, "(**settings)"),
         (llm_datadist.LLMClusterInfo, "()"),
         (llm_datadist.Status, "(status)"),
     ]

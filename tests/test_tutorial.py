@@ -98,7 +98,7 @@ def test_the_page_installs_as_the_readme_and_the_front_page_do() -> None:
 
 def test_every_file_and_command_of_the_tutorial_works_in_two_terminals(tmp_path: Path) -> None:
     text = TEXT.partition("## The first pull")[2]
-    assert follow(text, tmp_path) == len(re.findall("^```console", text, re.MULTILINE)) == 6
+    assert follow(text, tmp_path) == len(re.findall("^```console", text, re.MULTILINE)) == 7
 
 
 def test_a_line_that_is_not_printed_as_promised_is_found(tmp_path: Path) -> None:

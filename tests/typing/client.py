@@ -37,6 +37,7 @@ from llm_datadist import (
     Memtype,
     NotLinked,
     OutOfMemory,
+    PeerLink,
     Placement,
     RegisterMemStatus,
     Status,
@@ -110,6 +111,22 @@ def move_blocks(prompt: CacheManager, decoder: CacheManager) -> None:
     decoder.swap_blocks(target, Cache.create_cpu_cache(outside, [each.ctypes.data for each in host]), {0: 0, 1: 1})
     assert (host[3] == 3).all()
     prompt.deallocate_blocks_cache(source)
+
+
+def short_form() -> None:
+    config = LLMConfig(listen_ip_info="127.0.0.1:0", mem_pool_cfg="8MiB", host_mem_pool_cfg=1 << 20)
+    with LLMDataDist(LLMRole.PROMPT, 1, config=config) as prompt:
+        source = prompt.cache_manager.allocate_blocks_cache(PAGED, BLOCKS)
+        prompt.answer_questions("lend", lambda question: source.grant([1], ttl=60.0).to_bytes())
+        decoder = LLMDataDist(LLMRole.DECODER, config=LLMConfig(mem_pool_cfg="8MiB", sync_kv_timeout=10_000))
+        with decoder, decoder.connect(f"127.0.0.1:{prompt.listen_port}", timeout=10_000) as link:
+            held: PeerLink = link
+            grant = Grant.from_bytes(held.ask("lend", b""))
+            target = decoder.cache_manager.allocate_blocks_cache(PAGED)
+            decoder.cache_manager.pull_blocks(BlocksCacheKey(link.cluster_id), target, [1], [2], grant=grant)
+            used: str = link.explain().transport
+            assert used in ("inproc", "shm")
+            link.close(force=False)
 
 
 async def later(manager: CacheManager, cache: Cache) -> None:
@@ -197,6 +214,7 @@ def main() -> None:
             look(decoder)
         decoder.finalize()
         prompt.finalize()
+    short_form()
     shaped_as_in_cpp()
 
 

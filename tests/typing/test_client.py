@@ -19,6 +19,9 @@ CLIENT: Final = Path(__file__).with_name("client.py")
 TYPOS: Final = {
     "    LLMDataDist,\n": ("    LLMDataDst as LLMDataDist,\n", "LLMDataDst"),
     "config.enable_cache_manager = v2": ("config.enable_cachemanager = v2", "enable_cachemanager"),
+    "host_mem_pool_cfg=1 << 20)": ("host_mem_pol_cfg=1 << 20)", "host_mem_pol_cfg"),
+    "with decoder, decoder.connect(": ("with decoder, decoder.conect(", "conect"),
+    "link.close(force=False)": ("link.close(forced=False)", "forced"),
     "decoder.pull_blocks(BLOCKS, target, np.arange(4),": (
         "decoder.pull_blocs(BLOCKS, target, np.arange(4),",
         "pull_blocs",

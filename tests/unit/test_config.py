@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from llm_datadist._option_kinds import PoolOptions
-from llm_datadist.config import CredentialFiles, LLMConfig, LlmConfig, Options, parse_listen_ip_info
+from llm_datadist.config import CredentialFiles, LLMConfig, LlmConfig, Options, Settings, parse_listen_ip_info
+from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 from tests.support.moves import wait_until
 from tests.support.refusals import RULE, TYPE, UINT32, Spec, assign, bad, refuse_each
@@ -93,6 +94,10 @@ def test_assigned_property_is_read_back_and_emitted() -> None:
         ((5,), "5", "5"),
         (np.int64(3), "3", "3"),
     ]
+    for pool in ("mem_pool_cfg", "host_mem_pool_cfg"):
+        for nbytes in (1 << 20, np.int64(1 << 20)):
+            config = LLMConfig(**{pool: nbytes})  # type: ignore[arg-type]
+            assert getattr(config, pool) == "1048576"
     for device, all_of_them, first in devices:
         wanted = {"ge.exec.deviceId": all_of_them, "ge.session_device_id": first}
         assert emitted_by("device_id", device) == EMITTED | wanted
@@ -104,7 +109,9 @@ _FLAG = Spec((0, 1, "1", "true"), none_ok=True)
 SPECS = {
     **dict.fromkeys(("listen_ip_info", "local_comm_res", "transfer_backend", "global_resource_config"), _TEXT),
     **dict.fromkeys(("buf_pool_cfg", "deploy_res_path"), _TEXT),
-    **dict.fromkeys(("mem_pool_cfg", "host_mem_pool_cfg"), Spec(_TEXT.wrong)),  # never None (interface R11)
+    **dict.fromkeys(  # never None (interface R11)
+        ("mem_pool_cfg", "host_mem_pool_cfg"), Spec((1.0, {"memory_size": 1}, []), (RULE, "above 0", 0, -1, False))
+    ),
     **dict.fromkeys(("enable_cache_manager", "enable_remote_cache_accessible", "enable_switch_role"), _FLAG),
     "device_id": Spec(
         ("0", 1.0),
@@ -149,6 +156,20 @@ def test_none_means_not_assigned_where_it_is_accepted() -> None:
         setattr(config, name, None)
         assert getattr(config, name) == DEFAULTS[name]
         assert config.generate_options() == EMITTED, name
+
+
+def test_a_keyword_is_an_assignment() -> None:
+    assert Settings.__annotations__.keys() == DEFAULTS.keys()
+    for name, _, _, texts in PROPERTIES:
+        for value in texts:
+            assert LLMConfig(**{name: value}).generate_options() == emitted_by(name, value)
+    with pytest.raises(ParamError, match="'listen_ip' is no setting; did you mean 'listen_ip_info'"):
+        LLMConfig(listen_ip="10.0.0.1:26000")  # type: ignore[call-arg]
+    for name in ("generate_options", "_options", "xyz"):
+        with pytest.raises(ParamError, match=f"{name!r} is no setting"):
+            LLMConfig(**{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="device_id"):
+        LLMConfig(device_id="0")  # type: ignore[arg-type]
 
 
 def test_the_same_mutable_dict_every_time_under_both_names_and_keys_once_emitted_stay() -> None:
@@ -325,7 +346,6 @@ def refuse_texts(base: dict[str, str], key: str, *rows: tuple[str, tuple[str, ..
 
 BAD_POOLS: list[tuple[object, tuple[str, ...]]] = [
     ([SIZE], ("JSON object",)),
-    (65536, ("JSON object",)),
     (None, ("JSON object",)),
     ({}, ("memory_size", "missing")),
     ({"page_shift": 16}, ("memory_size", "missing")),
@@ -348,6 +368,11 @@ def test_r11_pool_text_is_parsed_or_refused_naming_option_and_field_and_the_host
             (f'{{"memory_size": {GIB}, "page_shift": 30}}', GIB, 30),
             (f'{{"memory_size": {20 * GIB}}}', 20 * GIB, 16),
             ('{"memory_size": 65536, "huge_pages": false}', 65536, 16),
+            ("65536", 65536, 16),
+            ("64KiB", 65536, 16),
+            ("3 MiB", 3 << 20, 16),
+            ("2GiB", 2 << 30, 16),
+            ("65536B", 65536, 16),
         ):
             options = parse(V2 | {key: text})
             parsed = {each: getattr(options, each) for each in POOLS.values()}
@@ -357,6 +382,9 @@ def test_r11_pool_text_is_parsed_or_refused_naming_option_and_field_and_the_host
         assert huge == PoolOptions(65536, 16, huge_pages=True)
         refuse_texts(V2, key, ("", ("''", "JSON")), ("{", ("'{'", "JSON")), ("[" * 100_000, ("JSON",)))
         refuse_texts(V2, key, *[(json.dumps(value), parts) for value, parts in BAD_POOLS])
+        for text in ("64MB", "64mib", "1.5GiB", "1e6", "64Mi", "1 2", "9" * 21, "64MiB ", "\u0664MiB", "0x10"):
+            refuse_texts(V2, key, (text, ("no size",)))
+        refuse_texts(V2, key, ("0", ("memory_size is 0",)), ("1KiB", ("1024", "one page")), ("9999TiB", ("pages",)))
     refuse_texts(V2, "llm.HostMemPoolConfig", (over, (str(20 * GIB + 1), str(20 * GIB))))
     assert parse(V2 | {"llm.MemPoolConfig": over}).mem_pool is not None
 
