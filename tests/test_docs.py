@@ -14,9 +14,11 @@ from contextlib import closing
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
 
 import llm_datadist
@@ -215,6 +217,17 @@ def test_the_five_references_are_the_same_on_every_page() -> None:
     assert len(long) == 6
     for short, whole in zip(tables[0][1:], long[1:], strict=True):
         assert [cell.startswith(part) for cell, part in zip(whole, short, strict=True)] == [True] * 3
+
+
+def test_the_two_processes_of_the_readme_work_here_in_one() -> None:
+    owner, reader = re.findall(r"^```python\n(.*?)^```", _text(README), re.MULTILINE | re.DOTALL)
+    kv = [[np.full((64, 8), number, np.float16) for _ in range(2)] for number in (1, 0)]
+    program = owner + indent(reader, "    ").replace("kv_tensors", "target")
+    program = program.replace("26000", str(free_port())).replace("kv_tensors", "source")
+    exec(f"from llm_datadist import *\nfrom llm_datadist import Grant\n{program}", {"source": kv[0], "target": kv[1]})
+    for tensor in kv[1]:
+        assert (tensor[:2] == 1).all()
+        assert not tensor[2:].any()
 
 
 def test_the_three_commands_of_the_readme_print_what_it_says() -> None:
