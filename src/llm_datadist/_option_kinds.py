@@ -124,14 +124,10 @@ def _integer(name: str, fields: dict[str, Any], field: str) -> int:
     return value
 
 
-def _sized(name: str, text: str) -> dict[str, Any] | None:
-    """Return the pool of a text as "64MiB", "67108864"; None if it is no size."""
-    if not text[:1].isdigit():
-        return None
-    found = re.fullmatch(r"(\d{1,20}) ?(?:([KMGT]i)?B)?", text, re.ASCII)
-    if found is None:
-        raise ParamError(f"{name}: {text[:200]!r} is no size: bytes, or a number with KiB, MiB, GiB or TiB")
-    return {"memory_size": int(found[1]) << 10 * ("KMGT".find((found[2] or " ")[0]) + 1)}
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a text as "64MiB" or "67108864"; None if it is no size."""
+    found = re.fullmatch(r"(\d{1,20}) ?(?:([KMGT])iB|B?)", text, re.ASCII)
+    return None if found is None else int(found[1]) << 10 * " KMGT".index(found[2] or " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +151,12 @@ class PoolOptions:
 
         Raises ParamError with the field that breaks a rule, or a size above ``limit`` bytes.
         """
-        fields = _sized(name, check_type(name, text, str)) or parse_json(name, text)
+        if (size := parse_size(check_type(name, text, str))) is not None:
+            fields: object = {"memory_size": size}
+        else:
+            broken = f"{name}: {text[:200]!r} is no size: bytes, or a number with KiB, MiB, GiB or TiB"
+            check_rule(not text[:1].isdigit(), broken)
+            fields = parse_json(name, text)
         if not isinstance(fields, dict):
             raise ParamError(f"{name}: {text[:200]!r} is no JSON object")
         huge_pages = fields.pop("huge_pages", False)

@@ -104,4 +104,4 @@ def test_clear_empties_all_namespaces_of_a_running_store() -> None:
         assert engine.do(e.look_up, keys_of(0)) == 0
         done = run(*COMMAND, "clear", first["address"], "--cluster-id", "9")
         assert (done.returncode, done.stdout) == (2, "")
-        assert "llm-datadist store clear: cluster 9 is not linked" in done.stderr
+        assert f"store clear: link to {first['address']}: refused: remote_cluster_id=9" in done.stderr

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import secrets as random
 import signal
 import time
-from contextlib import ExitStack
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
-from llm_datadist import LLMDataDist, LLMRole
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
+from llm_datadist._option_kinds import parse_size
 from llm_datadist.store import STORE_ID, StoreServer, messages
-from llm_datadist.store.client import cluster_of
 from llm_datadist.tools.cli.usage import More, Secrets, examples, failing, given
 
 _TURN_SECONDS: Final = 0.2
-_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_CLIENT: Final = {"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1"}
 _CLEAR_MS: Final = 10_000
-_SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
 ClusterId = Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Cluster id of the store.", show_default=False)]
 
 stores = typer.Typer(invoke_without_command=True)
@@ -60,7 +54,11 @@ def store(
         return
     if memory is None:
         raise typer.BadParameter("Missing option '--memory'")
-    size, options = _bytes(memory), given(secrets, option)
+    if (size := parse_size(memory)) is None:
+        raise typer.BadParameter(
+            f"--memory {memory!r} is not a number of bytes, or of KiB, MiB, GiB, TiB as in 16GiB"
+        )
+    options = given(secrets, option)
     ended: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, _: ended.append(number))
@@ -101,16 +99,11 @@ def clear(
     option: More = None,
 ) -> None:
     """Empty all namespaces of a tenant in a running store. Saves that are under way store nothing."""
-    instance = LLMDataDist(LLMRole.MIX, random.randbits(63) if own_id is None else own_id)
-    with failing("store clear"), ExitStack() as at_end:
-        at_end.callback(instance.finalize)
-        instance.init(_CLIENT | given(secrets, option))
-        instance.link_clusters([cluster_of(cluster_id, address)])
-        done = instance.ask(cluster_id, messages.CLEAR, messages.Clear([]).encode(), _CLEAR_MS)
+    config = LLMConfig(ge_options=given(secrets, option))
+    with (
+        failing("store clear"),
+        LLMDataDist(LLMRole.MIX, *([] if own_id is None else [own_id]), config=config) as instance,
+        instance.connect(address, cluster_id) as link,
+    ):
+        done = link.ask(messages.CLEAR, messages.Clear([]).encode(), _CLEAR_MS)
         print(f"namespaces emptied: {messages.decode(messages.Done, done, 'store').count}")
-
-
-def _bytes(text: str) -> int:
-    if (found := _SIZE.fullmatch(text)) is None:
-        raise typer.BadParameter(f"--memory {text!r} is not a number of bytes, or of KiB, MiB, GiB or TiB as in 16GiB")
-    return int(found[1]) * _UNITS[found[2]]
