@@ -232,6 +232,31 @@ class CommunicatorStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class Leftover:
+    """What ``drain()`` has left, for ``finalize`` to cut; false if there is nothing.
+
+    Attributes:
+        keys: Keys that wait for a pull, as text.
+        grants: Active grants; their readers may still pull.
+        tasks: Layer-wise transfers that run.
+        links: Peers that have not agreed to unlink, because they transfer or do not answer.
+    """
+
+    keys: tuple[str, ...]
+    grants: int
+    tasks: int
+    links: tuple[int, ...]
+
+    @property
+    def promised(self) -> bool:
+        """True if something is left beside links."""
+        return bool(self.keys or self.grants or self.tasks)
+
+    def __bool__(self) -> bool:
+        return self.promised or bool(self.links)
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """State of one LLMDataDist; its parts are read one after the other.
 

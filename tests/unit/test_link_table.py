@@ -157,7 +157,7 @@ def test_a_commit_waits_for_an_unlink_a_closed_table_takes_no_link_and_one_links
     assert caught.value.phase == "link"
     here.end(link)
     assert isinstance(here.table.commit(there.me, Deadline(0)), int)
-    assert here.table.close() == []
+    assert here.table.refuse("the instance is being finalized") == []
     for refused in (
         lambda: here.table.commit(Peer(3, b"c", 3, ""), Deadline(0)),
         lambda: here.table.install(here.link(there.me, "x", dialled=True, sequence=1, peer_sequence=1)),

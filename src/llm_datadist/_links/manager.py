@@ -111,13 +111,21 @@ class LinkManager:
         """End every link, then the listener. Peers are told, and not waited for (interface §3.2)."""
         self.communicators.stop()
         self._reconnector.stop()
-        for link in self._table.close():
+        for link in self._table.refuse("the instance is being finalized"):
             link.begin_unlink()
             link.say_goodbye()
             self.end(link, reason, lost=False)
         if self._started:
             self._control.call(self.heartbeat.stop)
             self._control.call(self._listen, None)
+
+    def stop_linking(self, why: str) -> None:
+        """Make no link any more; the others stay."""
+        self._table.refuse(why)
+
+    def refuse_new(self) -> None:
+        """Raise LinkRefused after :meth:`stop_linking`."""
+        self._table.refuse_new()
 
     def abandon(self) -> None:
         """In a forked child, without locks: close copies of sockets."""
@@ -220,6 +228,7 @@ class LinkManager:
         Raises AlreadyLinked if there is a live link to that cluster, LinkRefused if the listener is unreachable or
         refuses, and DeadlineExceeded.
         """
+        self.refuse_new()
         since = self._table.sequence
         present, made = self._usable(wanted), False
         if present is None or not _lives(present, deadline):

@@ -40,7 +40,7 @@ class LinkTable:
         self._unlinked: dict[int, None] = {}  # clusters, oldest first: they may not reconnect
         self._past: dict[int, tuple[str, float, LLMException | str]] = {}  # last end or failure, its time and reason
         self.sequence = 0  # number of the newest dial or accepted link
-        self._closed = False
+        self._refused = ""  # why no link is made any more
 
     def get(self, cluster_id: int) -> Link | None:
         """Return the link to a cluster in any state. Takes no lock."""
@@ -54,9 +54,10 @@ class LinkTable:
         with self._changed:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
-    def close(self) -> list[Link]:
+    def refuse(self, why: str) -> list[Link]:
+        """Make no link any more; return those that there are."""
         with self._changed:
-            self._closed = True
+            self._refused = why
             self._changed.notify_all()
             return self.all()
 
@@ -70,7 +71,7 @@ class LinkTable:
 
         def try_commit() -> bool:
             nonlocal committed
-            self._refuse_if_closed()
+            self.refuse_new()
             if (old := self.links.get(peer.cluster_id)) is None and peer.incarnation not in self._dialling:
                 self._dialling.add(peer.incarnation)
                 committed = self._next()
@@ -97,7 +98,7 @@ class LinkTable:
         Raises LinkRefused once closed; AlreadyLinked for a reconnect if another process has its cluster id.
         """
         with self._changed:
-            self._refuse_if_closed()
+            self.refuse_new()
             if link.origin.reconnected:
                 self._refuse_conflict(link.peer)
             old = self.links.get(link.peer.cluster_id)
@@ -134,7 +135,7 @@ class LinkTable:
         """
         peer = link.peer
         with self._changed:
-            self._refuse_if_closed()
+            self.refuse_new(reconnected=link.origin.reconnected)
             self.refuse_if_full(peer.cluster_id, link.origin.source)
             link.origin.sequence = self._next()
             if peer.incarnation == self._mine:
@@ -190,9 +191,11 @@ class LinkTable:
         self.sequence += 1
         return self.sequence
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise LinkRefused("the instance is being finalized")
+    def refuse_new(self, *, reconnected: bool = False) -> None:
+        """Raise LinkRefused once :meth:`refuse` was called; a reconnect is told that it need not try again."""
+        if self._refused:
+            final = LLMStatusCode.LLM_NOT_YET_LINK if reconnected else None
+            raise LinkRefused(self._refused, status_code=final)
 
     def check_integrity(self) -> None:
         with self._changed:

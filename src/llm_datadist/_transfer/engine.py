@@ -174,6 +174,7 @@ class Engine:
         return LinkManager(self._control, endpoint, options, handlers, self._on_link_end, self._on_tick)
 
     def open_communicator(self, name: str, ranks: dict[int, int], rank_table: str) -> int:
+        self.links.refuse_new()
         table = RankTable.parse(rank_table)
         addresses = {cluster_id: table.address(rank, cluster_id) for cluster_id, rank in ranks.items()}
         options = self.options

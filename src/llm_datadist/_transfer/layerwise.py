@@ -310,6 +310,10 @@ class Tasks:
             raise
         return CacheTask(job)
 
+    @property
+    def running(self) -> int:
+        return sum(not job.done for job in self._jobs)
+
     def finish(self) -> None:
         """Wait until all jobs have ended, or none sends in ``patience_ms``."""
         sent, limit = -1, Deadline(self._patience_ms)

@@ -55,9 +55,7 @@ def store(
     if memory is None:
         raise typer.BadParameter("Missing option '--memory'")
     if (size := parse_size(memory)) is None:
-        raise typer.BadParameter(
-            f"--memory {memory!r} is not a number of bytes, or of KiB, MiB, GiB, TiB as in 16GiB"
-        )
+        raise typer.BadParameter(f"--memory {memory!r} is not a number of bytes, or of KiB, MiB, GiB, TiB as in 16GiB")
     options = given(secrets, option)
     ended: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM):
