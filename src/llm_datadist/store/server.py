@@ -37,6 +37,7 @@ from llm_datadist.types import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMRol
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
+    from llm_datadist.metrics import Leftover
     from llm_datadist.store.slots import Numbers
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
@@ -118,7 +119,7 @@ class _Space:
         self.loads -= 1
 
 
-@public_calls(here=("check_integrity",), whole=("__init__", "close"))
+@public_calls(here=("check_integrity",), whole=("__init__", "close"), plain=("drain",))
 class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
@@ -196,6 +197,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         port = self.datadist.listen_port
         assert port is not None, "a store listens"
         return port
+
+    def drain(self, timeout_ms: int = 10_000) -> Leftover:
+        """Lend nothing more, and let loads and saves end, as :meth:`LLMDataDist.drain`; :meth:`close` must follow."""
+        return self.datadist.drain(timeout_ms)
 
     def close(self) -> None:
         """End all links and give the memory back. Idempotent.
