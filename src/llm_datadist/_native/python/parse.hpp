@@ -48,6 +48,10 @@ inline std::int64_t int_value(PyObject* item, const char* name, Py_ssize_t at) {
 inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at) {
     if (!PyIndex_Check(item)) refuse_type(name, at, item);
     PyObject* number = PyNumber_Index(item);
+    if (number == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {  // as of an array or a tensor of floats
+        PyErr_Clear();
+        refuse_type(name, at, item);
+    }
     if (number == nullptr) throw PythonError{};
     std::int64_t value = 0;
     try {
