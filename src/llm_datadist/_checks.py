@@ -38,7 +38,7 @@ def type_error(name: str, value: object, types: type | tuple[type, ...], rule: s
     allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
     if value is None:
         return NoneArgument(f"{name} {rule} [{allowed}] but got None")
-    return TypeError(f"{name} {rule} [{allowed}] but got {type(value).__name__}: {reprlib.repr(value)}")
+    return TypeError(f"{name} {rule} [{allowed}] but got {type(value).__name__}: {clean(reprlib.repr(value))}")
 
 
 @overload

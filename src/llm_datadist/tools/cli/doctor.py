@@ -65,9 +65,7 @@ def doctor(
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or "%" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise typer.BadParameter(
-            f"--peer {text!r} is not of the form HOST:PORT, or has a scope (%): give another address"
-        )
+        raise typer.BadParameter(f"--peer {text!r} is not of the form HOST:PORT; a scope (%) is not allowed")
     return host.strip("[]"), int(port)
 
 
