@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.calls import Config
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
-    from llm_datadist.types.descriptors import BlockNumbers
+    from llm_datadist.types.descriptors import BlockCopies, BlockNumbers
     from llm_datadist.types.grant import Grant
 
 
@@ -259,7 +259,7 @@ class CacheManager(EngineUser):
 
     copy_cache_async = awaited(copy_cache)
 
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
+    def copy_blocks(self, cache: Cache, copy_block_info: BlockCopies) -> None:
         """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
 
         Raises:
@@ -361,8 +361,8 @@ class CacheManager(EngineUser):
         Args:
             src_cache_key: Peer cache or row; its cluster id selects the link. With a grant also its blocks cache by id,
                 with batch index 0.
-            src_blocks: Peer block numbers, only with a BlocksCacheKey or a grant; list, tuple or (extension) 1-D
-                integer array.
+            src_blocks: Peer block numbers, only with a BlocksCacheKey or a grant; list, tuple, range, or (extension) a
+                1-D integer array or CPU tensor.
             dst_blocks: Local block numbers.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
             grant: Permission for these blocks; the pull fails if it ends before the last byte. An extension.

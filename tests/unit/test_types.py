@@ -101,7 +101,7 @@ def test_r01_desc_and_update_dim_refuse() -> None:
         "kv_tensor_format": Spec((1,), none_ok=True),
     }
     good = {"num_tensors": 1, "shape": [1, 2], "data_type": HALF}
-    refuse_each(CacheDesc, good, specs, bad(RULE, "batch_dim_index", "[0, 0)", shape=[]))
+    refuse_each(CacheDesc, good, specs, bad(RULE, "shape is empty: 1 to 31 dimensions", shape=[], batch_dim_index=7))
     specs = {"dim_index": Spec((0.0,), (RULE, "[0, 2)", 2, -1)), "dim_value": INT64}
     good = {"dim_index": 0, "dim_value": 1}
     refuse_each(CacheDesc(1, [4, 8], HALF).update_dim, good, specs)
@@ -318,10 +318,17 @@ def test_r01_cluster_info_refuses() -> None:
     ):
         endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in wrong)), "port": integer(0, 2**16 - 1)}
         refuse_each(append, {"ip": "1.2.3.4", "port": 1}, endpoint)
+    scope = "an address with a scope (%) is link-local, which is not supported; give that host's IPv4, "
+    texts = dict.fromkeys(("fe80::1%eth0", "[fe80::1%eth0]"), f": {scope}")
+    texts |= dict.fromkeys(("tcp://10.0.0.1", "http://[::1]:26000"), " has a scheme; give the host alone")
+    of_port = " has a port, which is the second argument; give the host alone"
+    texts |= dict.fromkeys(("10.0.0.1:26000", "[::1]:26000", "prefill-0:26000"), of_port)
     for append in (info.append_local_ip_info, info.append_remote_ip_info):
-        for ip in ("fe80::1%eth0", "[fe80::1%eth0]"):
-            with pytest.raises(ParamError, match=re.escape(f"ip: {ip!r}: an address with a scope (%) is link-local")):
+        for ip, text in texts.items():
+            with pytest.raises(ParamError, match=re.escape(f"ip: {ip!r}{text}")):
                 append(ip, 1)
+    with pytest.raises(ParamError, match=re.escape(f"ip: 'fe80::1%eth0': {scope}")):
+        trans_str_ip("fe80::1%eth0")
     refuse_each(partial(assign, info), {}, {"remote_cluster_id": UINT64, "remote_role_type": Spec(("PROMPT", 1.0))})
     assert info.local_ip_info_list == info.remote_ip_info_list == []
 

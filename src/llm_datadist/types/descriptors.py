@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
 
 from llm_datadist._checks import (
     Attribute,
@@ -28,8 +28,17 @@ if TYPE_CHECKING:
 
     from llm_datadist.types.grant import Grant, Granter
 
-    #: A list of blocks; an array is 1-D (extension).
-    BlockNumbers = list[int] | tuple[int, ...] | np.ndarray[Any, np.dtype[np.integer[Any]]]
+    class _Tensor(Protocol):
+        """A tensor of torch."""
+
+        def numpy(self) -> np.ndarray[Any, Any]: ...
+        def data_ptr(self) -> int: ...
+
+    _Numbers = np.ndarray[Any, np.dtype[np.integer[Any]]] | _Tensor
+    #: Block numbers: list, tuple or range; an extension: a 1-D array or CPU tensor, of integers.
+    BlockNumbers = Sequence[SupportsIndex] | _Numbers
+    #: Source block and its destinations (``copy_blocks``).
+    BlockCopies = dict[int, list[int]] | dict[int, tuple[int, ...]] | dict[int, range] | dict[int, _Numbers]
 
 _MAX_DIMS: Final = 31
 _MAX_BYTES: Final = 2**63 - 1
@@ -71,6 +80,7 @@ class CacheDesc:
         self._num_tensors = check_uint32("num_tensors", num_tensors)
         self._shape = check_type("shape", shape, (list, tuple))
         dims = [check_int64(f"shape[{i}]", dim) for i, dim in enumerate(self._shape)]
+        check_rule(dims, f"shape is empty: 1 to {_MAX_DIMS} dimensions are possible")
         self._data_type = check_type("data_type", data_type, DataType)
         self._placement = check_type("placement", placement, Placement)
         self._batch_dim = batch = check_int("batch_dim_index", batch_dim_index)
@@ -199,7 +209,7 @@ class Cache(OfProcess):
         fails. Contents are not compared.
 
         Args:
-            blocks: Block numbers; list, tuple or 1-D integer NumPy array.
+            blocks: Block numbers; list, tuple, range, or a 1-D integer array or CPU tensor.
             ttl: Lifetime in seconds, above 0; :meth:`Grant.renew` changes it. None, only with ``peer``: no limit.
             token: 16 random bytes that name the grant. Default: None, the library draws them. With a token of its own,
                 a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.
