@@ -18,7 +18,7 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native.public_call import OfProcess, public_call
 from llm_datadist.errors import ParamError, StateError
-from llm_datadist.types.data_type import DataType
+from llm_datadist.types.data_type import DataType, data_type_of
 from llm_datadist.types.enums import Placement
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from llm_datadist.types.data_type import Dtype
     from llm_datadist.types.grant import Grant, Granter
 
     #: A list of blocks; an array is 1-D (extension).
@@ -38,10 +39,11 @@ _MAX_BYTES: Final = 2**63 - 1
 class CacheDesc:
     """Geometry of a cache: ``num_tensors`` tensors of one shape and one element type.
 
-    The arguments are the attributes (``batch_dim_index`` is ``batch_dim``).
+    The arguments are the attributes (``batch_dim_index`` is ``batch_dim``). A dtype of NumPy or torch becomes the
+    DataType (extension).
 
     Raises:
-        ParamError: An integer outside its width, or a dimension index outside the shape.
+        ParamError: An integer outside its width, a dimension index outside the shape, a dtype without DataType.
         TypeError: A wrong type (NoneArgument for None).
 
     Source: interface §4, §5.
@@ -62,7 +64,7 @@ class CacheDesc:
         self,
         num_tensors: int,
         shape: Sequence[int],
-        data_type: DataType,
+        data_type: Dtype,
         placement: Placement = Placement.DEVICE,
         batch_dim_index: int = 0,
         seq_len_dim_index: int = -1,
@@ -71,7 +73,7 @@ class CacheDesc:
         self._num_tensors = check_uint32("num_tensors", num_tensors)
         self._shape = check_type("shape", shape, (list, tuple))
         dims = [check_int64(f"shape[{i}]", dim) for i, dim in enumerate(self._shape)]
-        self._data_type = check_type("data_type", data_type, DataType)
+        self._data_type = data_type_of("data_type", data_type)
         self._placement = check_type("placement", placement, Placement)
         self._batch_dim = batch = check_int("batch_dim_index", batch_dim_index)
         bounds = f"[0, {len(dims)}) ({dims})"
