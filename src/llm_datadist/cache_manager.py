@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
+from llm_datadist._checks import check_int, check_list, check_rule, check_type, check_uint64
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.plan import NONCE_BYTES
@@ -24,13 +24,11 @@ from llm_datadist._transfer.calls import (
 )
 from llm_datadist._transfer.checksum import digest_blocks
 from llm_datadist._transfer.grants import check_token, claim_grant, release_grant
-from llm_datadist._transfer.tensors import describe, kind_of
+from llm_datadist._transfer.tensors import describe
 from llm_datadist.errors import NotLinked
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -192,7 +190,7 @@ class CacheManager(EngineUser):
     def register_tensors(
         self,
         tensors: TensorList,
-        key: BlocksCacheKey | CacheKey | Sequence[CacheKey] | None = None,
+        key: BlocksCacheKey | CacheKey | list[CacheKey] | tuple[CacheKey, ...] | None = None,
         *,
         blocks: bool | None = None,
         placement: Placement | None = None,
@@ -216,12 +214,15 @@ class CacheManager(EngineUser):
 
         Example: ``register_tensors([half for kv in layers for half in (kv[0], kv[1])], BlocksCacheKey(1))``
         """
-        kind, keys = kind_of(key, blocks)
+        paged = isinstance(key, BlocksCacheKey) or (key is None and blocks is not False)
+        fits = blocks is None or check_type("blocks", blocks, bool) is paged
+        check_rule(fits, f"blocks={blocks}: the key means the other kind of cache; leave blocks out")
+        check_rule(paged or granted_only is not True, "granted_only=True: only for a blocks cache")
+        keys = key if paged else [key] if isinstance(key, CacheKey) else check_list("key", key or (), CacheKey)
         desc, found = describe(tensors, placement, self._engine.caches.device.ordinal)
-        check_rule(kind or granted_only is not True, "granted_only=True: only for a blocks cache")
         given = {"cache_desc": desc, "addrs": [each.address for each in found]}
-        given |= {"blocks_cache_key" if kind else "cache_keys": keys, "granted_only": granted_only}
-        return self._register("register_tensors", kind, given, remote_accessible, found)
+        given |= {"blocks_cache_key" if paged else "cache_keys": keys, "granted_only": granted_only}
+        return self._register("register_tensors", CacheKind(paged), given, remote_accessible, found)
 
     def _register(
         self, call: str, kind: CacheKind, given: dict[str, Any], remote_accessible: bool | None, found: object = None

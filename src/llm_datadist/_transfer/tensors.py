@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from llm_datadist._cache.geometry import CacheKind
-from llm_datadist._checks import check_list, check_rule, check_type, type_error
+from llm_datadist._checks import check_rule
 from llm_datadist.errors import NoneArgument, ParamError
-from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, Placement
+from llm_datadist.types import CacheDesc, Placement
 from llm_datadist.types.data_type import data_type_of
 
 
@@ -20,7 +19,6 @@ class TorchTensor(Protocol):
     """``torch.Tensor`` for type checkers, also where torch is not installed."""
 
     is_quantized: bool
-    is_sparse: bool
 
 
 TensorList = Sequence[TorchTensor] | Sequence[np.ndarray[Any, np.dtype[Any]]]  # at run time a list or a tuple
@@ -38,17 +36,6 @@ class Memory(NamedTuple):
     contiguous: bool
 
 
-def kind_of(key: object, blocks: object) -> tuple[CacheKind, object]:
-    """Return the kind that ``key`` or, without one, ``blocks`` means, and the keys as its registration takes them."""
-    if not isinstance(key, BlocksCacheKey | CacheKey | list | tuple | None):
-        raise type_error("key", key, (BlocksCacheKey, CacheKey, list, tuple))
-    is_blocks = isinstance(key, BlocksCacheKey) or (key is None and blocks is not False)
-    kind = CacheKind.BLOCKS if is_blocks else CacheKind.CACHE
-    fits = blocks is None or check_type("blocks", blocks, bool) is is_blocks
-    check_rule(fits, f"blocks={blocks}: the key is one of a {kind.word} cache; leave blocks out")
-    return kind, key if is_blocks else [key] if isinstance(key, CacheKey) else check_list("key", key or (), CacheKey)
-
-
 def describe(tensors: object, placement: Placement | None, gpu: int) -> tuple[CacheDesc, list[Memory]]:
     """Return descriptor and memory of checked tensors, for an instance with that GPU (-1: none)."""
     if not isinstance(tensors, list | tuple):
@@ -56,16 +43,14 @@ def describe(tensors: object, placement: Placement | None, gpu: int) -> tuple[Ca
     check_rule(tensors, "tensors is empty: one tensor for each K or V of a layer is needed")
     found = [_memory(f"tensors[{i}]", each) for i, each in enumerate(tensors)]
     first = found[0]
-    for i, each in enumerate(found):
-        for what in ("dtype", "shape", "device"):
-            expected, own = getattr(first, what), getattr(each, what)
-            check_rule(own == expected, f"tensors[{i}].{what}={own}: tensors[0] has {expected}; all have to be equal")
+    for (i, each), what in product(enumerate(found), ("dtype", "shape", "device")):
+        expected, own = getattr(first, what), getattr(each, what)
+        check_rule(own == expected, f"tensors[{i}].{what}={own}: tensors[0] has {expected}; all have to be equal")
     for low, high in pairwise(sorted(range(len(found)), key=lambda i: found[i].address)):
         apart = found[low].address + found[low].nbytes <= found[high].address
         check_rule(apart, f"tensors[{high}]: it shares memory with tensors[{low}]")
     on_host = first.device == "cpu"
-    missing = "this instance has no GPU; set llm.DeviceMemory=cuda, or LLMDataDist(..., device=CudaDevice(0))"
-    check_rule(on_host or gpu >= 0, f"tensors[0].device={first.device}: {missing}")
+    check_rule(on_host or gpu >= 0, f"tensors[0].device={first.device}: no GPU here; set llm.DeviceMemory=cuda")
     if placement is None:
         placement = Placement.HOST if on_host and gpu >= 0 else Placement.DEVICE
     return CacheDesc(len(found), list(first.shape), first.dtype, placement), found
@@ -75,8 +60,8 @@ def _memory(name: str, value: object) -> Memory:
     torch: Any = sys.modules.get("torch")
     if isinstance(value, np.ndarray):
         check_rule(value.flags.writeable, f"{name}: read-only; a cache is memory that may be written")
-        flags, address = value.flags, value.ctypes.data
-        found = Memory(value, address, value.nbytes, value.dtype, value.shape, "cpu", flags.c_contiguous)
+        contiguous = value.flags.c_contiguous
+        found = Memory(value, value.ctypes.data, value.nbytes, value.dtype, value.shape, "cpu", contiguous)
     elif isinstance(value, getattr(torch, "Tensor", ())):
         found = _of_torch(name, value, torch)
     else:
@@ -90,8 +75,9 @@ def _memory(name: str, value: object) -> Memory:
 
 def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:  # noqa: ANN401 (torch may have no types here)
     kind, layout, device = type(tensor), tensor.layout, tensor.device
-    plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    check_rule(plain, f"{name}: a {kind.__name__} has no memory of its own")
+    check_rule(
+        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__, f"{name}: no memory of {kind.__name__} itself"
+    )
     check_rule(layout is torch.strided, f"{name}.layout={layout}: only torch.strided is one range of bytes")
     check_rule(device.type in ("cpu", "cuda"), f"{name}.device={device}: only memory of the host or of an NVIDIA GPU")
     check_rule(not tensor.is_neg(), f"{name}: its bytes are not its values, but the negatives; use resolve_neg()")

@@ -106,11 +106,9 @@ Dtype = DataType | np.dtype[Any] | type[np.generic] | TorchDtype
 
 
 def data_type_of(name: str, dtype: Dtype) -> DataType:
-    """Return the element type of a DataType, NumPy dtype or scalar type, or torch dtype. An extension.
+    """Return the element type of a NumPy dtype, NumPy scalar type, torch dtype or DataType. An extension.
 
-    Raises:
-        TypeError: None of these, such as a text or Python's ``float``; names the argument ``name``.
-        ParamError: No cache has such elements, or their bytes are not in native order.
+    TypeError, naming ``name``: none of these, such as a text. ParamError: a type or byte order that caches lack.
     """
     if isinstance(dtype, DataType):
         return dtype

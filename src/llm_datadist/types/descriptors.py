@@ -39,8 +39,7 @@ _MAX_BYTES: Final = 2**63 - 1
 class CacheDesc:
     """Geometry of a cache: ``num_tensors`` tensors of one shape and one element type.
 
-    The arguments are the attributes (``batch_dim_index`` is ``batch_dim``). A dtype of NumPy or torch becomes the
-    DataType (extension).
+    The arguments are the attributes (``batch_dim_index`` is ``batch_dim``).
 
     Raises:
         ParamError: An integer outside its width, a dimension index outside the shape, a dtype without DataType.
@@ -53,7 +52,7 @@ class CacheDesc:
     shape: Attribute[Sequence[int]] = Attribute(
         "Shape of one tensor: the list or tuple of int64 given, for ``update_dim``. ``shape[0]`` counts rows or blocks."
     )
-    data_type = Attribute[DataType]("Element type.")
+    data_type = Attribute[DataType]("Element type; may be given as a dtype of NumPy or torch (extension).")
     placement = Attribute[Placement]("Place of the memory.")
     batch_dim = Attribute[int]("Index of the dimension that counts batch rows, in [0, len(shape)).")
     batch_size = Attribute[int]("``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it.")
