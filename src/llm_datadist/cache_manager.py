@@ -5,10 +5,10 @@ A method checks its arguments, then performs the work; its awaited form has the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
+from llm_datadist._checks import check_int, check_list, check_rule, check_type, check_uint64
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.plan import NONCE_BYTES
@@ -24,6 +24,7 @@ from llm_datadist._transfer.calls import (
 )
 from llm_datadist._transfer.checksum import digest_blocks
 from llm_datadist._transfer.grants import check_token, claim_grant, release_grant
+from llm_datadist._transfer.tensors import describe
 from llm_datadist.errors import NotLinked
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.calls import Config
     from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist._transfer.tensors import TensorList
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
     from llm_datadist.types.descriptors import BlockCopies, BlockNumbers
     from llm_datadist.types.grant import Grant
@@ -185,17 +187,56 @@ class CacheManager(EngineUser):
         given["granted_only"] = granted_only
         return self._register("register_blocks_cache", CacheKind.BLOCKS, given, remote_accessible)
 
-    def _register(self, call: str, kind: CacheKind, given: dict[str, object], remote_accessible: bool | None) -> Cache:
+    def register_tensors(
+        self,
+        tensors: TensorList,
+        key: BlocksCacheKey | CacheKey | list[CacheKey] | tuple[CacheKey, ...] | None = None,
+        *,
+        blocks: bool | None = None,
+        placement: Placement | None = None,
+        remote_accessible: bool | None = None,
+        granted_only: bool = False,
+    ) -> Cache:
+        """Register torch tensors or NumPy arrays as :meth:`register_blocks_cache` or :meth:`register_cache`.
+
+        An extension. The cache keeps the tensors until :meth:`unregister_cache` or ``finalize`` has ended the last use.
+
+        Args:
+            tensors: List or tuple, one for each K or V of a layer; ``shape[0]`` counts blocks or rows. All are torch
+                tensors or all arrays, contiguous, of one shape, type and device, and share no memory.
+            key: BlocksCacheKey of a blocks cache; of a continuous one CacheKey, or a list, whose key i names row i.
+            blocks: Kind of a cache without key. Default: None, a blocks cache.
+            placement: Default: None, HOST for tensors of the host if the instance has a GPU, else DEVICE.
+
+        Raises:
+            TypeError: Not a list or tuple, or ``tensors[i]`` is neither tensor nor array.
+            ParamError: ``tensors[i]`` breaks a rule, or another argument does not suit the tensors or the key.
+
+        Example: ``register_tensors([half for kv in layers for half in (kv[0], kv[1])], BlocksCacheKey(1))``
+        """
+        paged = isinstance(key, BlocksCacheKey) or (key is None and blocks is not False)
+        fits = blocks is None or check_type("blocks", blocks, bool) is paged
+        check_rule(fits, f"blocks={blocks}: the key means the other kind of cache; leave blocks out")
+        check_rule(paged or granted_only is not True, "granted_only=True: only for a blocks cache")
+        keys = key if paged else [key] if isinstance(key, CacheKey) else check_list("key", key or (), CacheKey)
+        desc, found = describe(tensors, placement, self._engine.caches.device.ordinal)
+        given = {"cache_desc": desc, "addrs": [each.address for each in found]}
+        given |= {"blocks_cache_key" if paged else "cache_keys": keys, "granted_only": granted_only}
+        return self._register("register_tensors", CacheKind(paged), given, remote_accessible, found)
+
+    def _register(
+        self, call: str, kind: CacheKind, given: dict[str, Any], remote_accessible: bool | None, found: object = None
+    ) -> Cache:
         engine = self._engine
         cache_desc, addresses, keys, *only = check(ARGUMENTS, **given)
         accessible = arguments.check_accessible(remote_accessible, linked=engine.links.communicators.called)
         geometry = Geometry.of(cache_desc, kind)
         arguments.check_addresses(addresses, geometry)
-        arguments.check_key_count(keys, geometry)
+        arguments.check_key_count(keys, geometry, "key" if found else "cache_keys")
+        name, access = "tensors" if found else "addrs", {"remote_accessible": accessible, "granted_only": any(only)}
         with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-            entry = engine.caches.register(
-                geometry, addresses, keys, remote_accessible=accessible, granted_only=any(only)
-            )
+            entry = engine.caches.register(geometry, addresses, keys, name, **access)
+        entry.kept = found
         return calls.new_handle(engine, entry, cache_desc)
 
     def unregister_cache(self, cache_id: int) -> None:

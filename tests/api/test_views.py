@@ -114,11 +114,11 @@ class Shown:
 
 @pytest.mark.gpu(True)
 @pytest.mark.parametrize("memory", ["pool", "private"])
-@pytest.mark.parametrize(("name", "kind"), [("DT_BF16", "bf16"), ("DT_FLOAT16", np.dtype(np.float16))])
+@pytest.mark.parametrize(("name", "kind"), [("DT_BF16", "bf16"), ("DT_FLOAT16", "half")])
 def test_torch_gets_address_bytes_and_type_of_memory_in_a_gpu_which_stays_mapped_as_long_as_a_tensor(
-    end: LocalEnd, memory: str, name: str, kind: object, monkeypatch: pytest.MonkeyPatch
+    end: LocalEnd, memory: str, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch = SimpleNamespace(as_tensor=Shown, bfloat16="bf16", from_numpy=lambda array: array)
+    torch = SimpleNamespace(as_tensor=Shown, bfloat16="bf16", float16="half", dtype=str)
     monkeypatch.setitem(sys.modules, "torch", torch)
     end.start("PROMPT", 1)
     filled = make(end.world, "kv", Spec(2, 4, 24, memory=memory, data_type=DataType[name], dims=(3, 4)), 1)

@@ -131,9 +131,9 @@ ARGUMENTS: Final[Rules] = {
 }
 
 
-def check_key_count(keys: Bindings, geometry: Geometry) -> None:
+def check_key_count(keys: Bindings, geometry: Geometry, name: str = "cache_keys") -> None:
     rows = geometry.rows
-    check_rule(len(keys) <= rows, f"cache_keys has {len(keys)} keys: at most one per batch row, and there are {rows}")
+    check_rule(len(keys) <= rows, f"{name} has {len(keys)} keys: at most one per batch row, and there are {rows}")
 
 
 def check_addresses(addrs: list[int], geometry: Geometry) -> None:

@@ -18,7 +18,7 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native.public_call import OfProcess, public_call
 from llm_datadist.errors import ParamError, StateError
-from llm_datadist.types.data_type import DataType
+from llm_datadist.types.data_type import DataType, data_type_of
 from llm_datadist.types.enums import Placement
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from llm_datadist.types.data_type import Dtype
     from llm_datadist.types.grant import Grant, Granter
 
     class _Tensor(Protocol):
@@ -50,7 +51,7 @@ class CacheDesc:
     The arguments are the attributes (``batch_dim_index`` is ``batch_dim``).
 
     Raises:
-        ParamError: An integer outside its width, or a dimension index outside the shape.
+        ParamError: An integer outside its width, a dimension index outside the shape, a dtype without DataType.
         TypeError: A wrong type (NoneArgument for None).
 
     Source: interface §4, §5.
@@ -60,7 +61,7 @@ class CacheDesc:
     shape: Attribute[Sequence[int]] = Attribute(
         "Shape of one tensor: the list or tuple of int64 given, for ``update_dim``. ``shape[0]`` counts rows or blocks."
     )
-    data_type = Attribute[DataType]("Element type.")
+    data_type = Attribute[DataType]("Element type; may be given as a dtype of NumPy or torch (extension).")
     placement = Attribute[Placement]("Place of the memory.")
     batch_dim = Attribute[int]("Index of the dimension that counts batch rows, in [0, len(shape)).")
     batch_size = Attribute[int]("``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it.")
@@ -71,7 +72,7 @@ class CacheDesc:
         self,
         num_tensors: int,
         shape: Sequence[int],
-        data_type: DataType,
+        data_type: Dtype,
         placement: Placement = Placement.DEVICE,
         batch_dim_index: int = 0,
         seq_len_dim_index: int = -1,
@@ -81,7 +82,7 @@ class CacheDesc:
         self._shape = check_type("shape", shape, (list, tuple))
         dims = [check_int64(f"shape[{i}]", dim) for i, dim in enumerate(self._shape)]
         check_rule(dims, f"shape is empty: 1 to {_MAX_DIMS} dimensions are possible")
-        self._data_type = check_type("data_type", data_type, DataType)
+        self._data_type = data_type_of("data_type", data_type)
         self._placement = check_type("placement", placement, Placement)
         self._batch_dim = batch = check_int("batch_dim_index", batch_dim_index)
         bounds = f"[0, {len(dims)}) ({dims})"
