@@ -41,7 +41,8 @@ def store(
     ] = 4,
     cluster_id: ClusterId = STORE_ID,
     metrics: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics at this port of 127.0.0.1; needs the extra [metrics].")
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve metrics at this port of 127.0.0.1; needs the extra [metrics]."),
     ] = None,
     secrets: Secrets = None,
     option: More = None,
@@ -55,9 +56,7 @@ def store(
     if memory is None:
         raise typer.BadParameter("Missing option '--memory'")
     if (size := parse_size(memory)) is None:
-        raise typer.BadParameter(
-            f"--memory {memory!r} is not a number of bytes, or of KiB, MiB, GiB, TiB as in 16GiB"
-        )
+        raise typer.BadParameter(f"--memory {memory!r} is not a number of bytes, or of KiB, MiB, GiB, TiB as in 16GiB")
     options = given(secrets, option)
     ended: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM):
