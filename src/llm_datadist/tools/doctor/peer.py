@@ -6,7 +6,7 @@ import os
 import socket
 import statistics
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -68,17 +68,15 @@ def examine(
         if deadline.expired():  # the finding says so
             return
     progress("linking")
-    try:
-        # Different from the peer's id and those of other doctors there.
-        end = make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given)
-    except LLMException as error:
-        mend = "correct the option that the text names, or the finding about memory above"
-        yield Finding("peer_link", Severity.PROBLEM, str(error), "no instance can be made here", mend)
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            # Different from the peer's id and those of other doctors there.
+            end = stack.enter_context(make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given))
+        except LLMException as error:
+            mend = "correct the option that the text names, or the finding about memory above"
+            yield Finding("peer_link", Severity.PROBLEM, str(error), "no instance can be made here", mend)
+            return
         yield from _linked(end, cluster_id, ends, port, progress, deadline)
-    finally:
-        end.finalize()
 
 
 def _unreachable(peer: str, port: int, error: OSError) -> Finding:
