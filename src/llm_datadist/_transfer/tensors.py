@@ -75,20 +75,19 @@ def _memory(name: str, value: object) -> Memory:
 
 def _of_torch(name: str, tensor: Any, torch: Any) -> Memory:  # noqa: ANN401 (torch may have no types here)
     kind, layout, device = type(tensor), tensor.layout, tensor.device
-    check_rule(
-        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__, f"{name}: no memory of {kind.__name__} itself"
-    )
+    check_rule(kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__, f"{name}: {kind.__name__} has no memory")
     check_rule(layout is torch.strided, f"{name}.layout={layout}: only torch.strided is one range of bytes")
     check_rule(device.type in ("cpu", "cuda"), f"{name}.device={device}: only memory of the host or of an NVIDIA GPU")
     check_rule(not tensor.is_neg(), f"{name}: its bytes are not its values, but the negatives; use resolve_neg()")
     try:
         storage, nbytes, shape = tensor.untyped_storage(), tensor.nbytes, tuple(tensor.shape)
         end = tensor.storage_offset() * tensor.element_size() + nbytes
-        check_rule(storage.nbytes() >= end, f"{name}: it ends at byte {end} of a storage of {storage.nbytes()}")
-        kept, address = (tensor, storage), tensor.data_ptr()  # both: a tensor may be given another storage
-        return Memory(kept, address, nbytes, tensor.dtype, shape, str(device), tensor.is_contiguous())
+        held, address, contiguous = storage.nbytes(), tensor.data_ptr(), tensor.is_contiguous()
     except RuntimeError as error:
         raise ParamError(f"{name}: torch does not tell its memory: {str(error).splitlines()[0]}") from error
+    check_rule(held >= end or not contiguous, f"{name}: it ends at byte {end} of a storage of {held}")
+    kept = tensor, storage  # both: the tensor may be given another storage
+    return Memory(kept, address, nbytes, tensor.dtype, shape, str(device), contiguous)
 
 
 def _wrong_type(name: str, value: object, allowed: str) -> TypeError:
