@@ -47,9 +47,9 @@ define SET_UP
 	@echo "$(1): setting it up (once; again when pyproject.toml, constraints.txt or the native code changes)"
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
-# `pip install -e '.[cli]'`, with what it does one after the other side by side.
-NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*p["dependencies"], *p["optional-dependencies"]["cli"])
+# `pip install -e '.[auth,cli]'`, with what it does one after the other side by side; DEMO=--secure needs auth.
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; o = p["optional-dependencies"]; \
+	print(*p["dependencies"], *o["auth"], *o["cli"])
 $(VENV)/.cli: pyproject.toml constraints.txt $(NATIVE)
 	$(call SET_UP,$(VENV))
 	@echo "$(VENV): compiling the library, and installing what it needs: half a minute on two idle cores"
