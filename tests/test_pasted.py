@@ -21,10 +21,11 @@ from llm_datadist.config import INSECURE_VARIABLE
 from tests.doctor.hosts import needs
 from tests.support.source import ROOT, SOURCE, run
 
-_FOUND: Final = [
-    each.relative_to(ROOT).as_posix() for folder in ("docs", "deploy") for each in ROOT.glob(f"{folder}/*.md")
+_FOLDERS: Final = ("docs", "deploy")
+PAGES: Final = [
+    *("README.md", "CONTRIBUTING.md", "examples/README.md"),
+    *sorted(each.relative_to(ROOT).as_posix() for folder in _FOLDERS for each in ROOT.glob(f"{folder}/*.md")),
 ]
-PAGES: Final = ["README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(_FOUND)]
 _FENCE: Final = re.compile(r"^( *)```(.*)\n((?s:.*?))^\1```$", re.MULTILINE)
 #: Fences of these languages, or of none, hold commands.
 _SHELLS: Final = ("", "console", "sh", "bash", "shell")
