@@ -222,7 +222,8 @@ def test_the_five_references_are_the_same_on_every_page() -> None:
 def test_the_two_processes_of_the_readme_work_here_in_one() -> None:
     owner, reader = re.findall(r"^```python\n(.*?)^```", _text(README), re.MULTILINE | re.DOTALL)
     kv = [[np.full((64, 8), number, np.float16) for _ in range(2)] for number in (1, 0)]
-    program = owner + indent(reader, "    ").replace("kv_tensors", "target")
+    reader = re.sub(r"\bcache\b", "mine", reader).replace("kv_tensors", "target")
+    program = owner + indent(reader, "    ")
     program = program.replace("26000", str(free_port())).replace("kv_tensors", "source")
     exec(f"from llm_datadist import *\nfrom llm_datadist import Grant\n{program}", {"source": kv[0], "target": kv[1]})
     for tensor in kv[1]:

@@ -46,6 +46,8 @@ CACHE_MANAGER: Final = {
     "deallocate_blocks_cache": "(self, cache)",
     "copy_cache": "(self, dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None)",
     "register_cache": "(self, cache_desc, addrs, cache_keys=(), remote_accessible=None)",
+    "register_tensors": "(self, tensors, key=None, *, blocks=None, placement=None, remote_accessible=None, "
+    "granted_only=False)",
     "register_blocks_cache": "(self, cache_desc, addrs, blocks_cache_key=None, remote_accessible=None, *, "
     "granted_only=False)",
     "unregister_cache": "(self, cache_id)",

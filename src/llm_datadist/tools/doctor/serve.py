@@ -33,9 +33,8 @@ PULL_S: Final = 20
 
 def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str = "") -> LLMDataDist:
     """Return an instance with a pool for one cache; ``with`` initialises it."""
-    config = LLMConfig(listen_ip_info=listen, sync_kv_timeout=PULL_S * 1000, mem_pool_cfg=BLOCKS * BLOCK_BYTES)
-    config.ge_options = given
-    return LLMDataDist(role, cluster_id, config=config)
+    own = LLMConfig(listen_ip_info=listen, sync_kv_timeout=PULL_S * 1000, mem_pool_cfg=BLOCKS * BLOCK_BYTES)
+    return LLMDataDist(role, cluster_id, config=LLMConfig(ge_options=own.generate_options() | given))
 
 
 def describe() -> CacheDesc:
