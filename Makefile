@@ -115,7 +115,7 @@ test-store: $(STAMP)
 	@$(BIN)/python -m faults store $(STORE)
 
 test-torch: $(FULL_VENV)/.installed
-	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py
+	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/api/test_tensors.py tests/integration/test_example_hf.py
 
 SCHEMAS := check-jsonschema
 $(VENV)/.deploy: $(STAMP)
