@@ -57,10 +57,10 @@ SIZES: dict[int, dict[str, type]] = {
 
 def test_every_data_type_has_its_size_and_numpy_type_which_map_back_except_bfloat16() -> None:
     for size, types in SIZES.items():
-        for name, numpy_type in types.items():
+        for name, scalar in types.items():
             dtype = DataType[f"DT_{name}"]
-            assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, numpy_type)
-            assert np_dtype_to_dtype[numpy_type] is (DataType.DT_FLOAT16 if name == "BF16" else dtype)
+            assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, scalar)
+            assert np_dtype_to_dtype[scalar] is (DataType.DT_FLOAT16 if name == "BF16" else dtype)
             assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * size, "bytes of one tensor"
     assert len(dtype_to_np_dtype) == len(DataType) == sum(map(len, SIZES.values())) == 14
     assert len(np_dtype_to_dtype) == len(valid_np_dtypes) == 13
