@@ -24,7 +24,7 @@ help:
 	@echo "make lint   ruff, mypy strict, the layers of imports, clang-format, a client's program under mypy and pyright"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
-	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
+	@echo "make test-torch  the tests of torch's tensors and views, and of example-hf, in .venv-full"
 	@echo "make gpu-check  on a machine with an NVIDIA GPU: what the project assumes of the driver, moves and their speed (GPU='--seconds 420 --out results.json'; GPU=--fake: on none)"
 	@echo "make test-ptx  the kernel of the library, assembled for several GPUs by NVIDIA's ptxas"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
@@ -115,7 +115,7 @@ test-store: $(STAMP)
 	@$(BIN)/python -m faults store $(STORE)
 
 test-torch: $(FULL_VENV)/.installed
-	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py
+	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/api/test_tensors.py tests/integration/test_example_hf.py
 
 SCHEMAS := check-jsonschema
 $(VENV)/.deploy: $(STAMP)

@@ -27,6 +27,7 @@ from tests.support.kinds import LocalEnd, Pair, World
 from tests.support.memory import refused
 from tests.support.moves import BLOCKS
 from tests.support.probe import kept_mapped
+from tests.support.source import ROOT, run
 from tests.support.world import read
 
 pytestmark = pytest.mark.covers("CacheManager: register_tensors unregister_cache", "CacheDesc.data_type")
@@ -357,6 +358,14 @@ def test_a_torch_tensor_becomes_a_cache_that_outlives_it_or_is_refused_by_name(l
 @pytest.mark.parametrize("row", NUMPY, ids=lambda row: row.name)
 def test_an_array_becomes_a_cache_that_outlives_it_or_is_refused_by_name(local_pair: Pair, row: Row) -> None:
     judge(local_pair, row, np)
+
+
+def test_the_program_of_the_page_runs_and_prints_what_it_says() -> None:
+    torch_here()
+    page = (ROOT / "docs" / "howto-tensors.md").read_text()
+    program, promised = page.partition("```python\n")[2].partition("```")[0], page.partition("It prints `")[2]
+    done = run(sys.executable, "-W", "error", "-c", f"{program}prompt.finalize()\n")
+    assert (done.stdout, done.stderr) == (promised.partition("`")[0] + "\n", "")
 
 
 # --- keys, kinds, places ----------------------------------------------------------------------------------------------

@@ -171,6 +171,17 @@ def push(prompt: CacheManager, decoder: CacheManager) -> None:
     prompt.unregister_cache(target.cache_id)
 
 
+def own_arrays(manager: CacheManager, cluster_id: int) -> None:
+    layers = [np.zeros((2, 8, 16), dtype=np.float16) for _ in range(2)]
+    halves = [half for kv in layers for half in (kv[0], kv[1])]
+    cache: Cache = manager.register_tensors(halves, BlocksCacheKey(cluster_id, 3), granted_only=True)
+    assert cache.cache_desc.data_type is CacheDesc(4, [8, 16], np.float16).data_type is DataType.DT_FLOAT16
+    manager.unregister_cache(cache.cache_id)
+    rows = manager.register_tensors((layers[0],), [CacheKey(cluster_id, 8)], placement=Placement.HOST)
+    assert (rows.is_blocks_cache, CacheDesc(1, [2], layers[0].dtype).size) == (False, 4)
+    manager.unregister_cache(rows.cache_id)
+
+
 def look(datadist: LLMDataDist) -> None:
     statistics: Statistics = datadist.statistics()
     link: LinkStatistics = datadist.explain(statistics.links[0].remote_cluster_id)
@@ -211,6 +222,7 @@ def main() -> None:
         else:
             move_blocks(prompt.cache_manager, decoder.cache_manager)
             move_rows(prompt.cache_manager, decoder.cache_manager)
+            own_arrays(decoder.cache_manager, 2)
             look(decoder)
         decoder.finalize()
         prompt.finalize()
