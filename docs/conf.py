@@ -63,7 +63,7 @@ def _owner(name: str) -> object:
 
 
 def _add_reference(app: Sphinx, page: str, text: list[str]) -> None:
-    """Put the directives of a page of api/ in the place of what scripts/api_pages.py wrote for readers of a checkout."""
+    """Put the directives of a page of api/ in the place of the text that is for readers of a checkout."""
     if page.startswith("api/"):
         text[0] = import_module("scripts.api_pages").for_sphinx(text[0])
 

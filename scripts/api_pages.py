@@ -110,7 +110,7 @@ def _member(name: str, member: object) -> Iterator[str]:
         return
     if isinstance(member, property | cached_property):
         yield f"- `{_result(name, inner)}`: {said}"
-    elif inspect.isfunction(inner):
+    elif callable(inner):
         yield f"- `{_call(name, inner)}`: {said}"
     elif hasattr(type(member), "__set__") and member.__doc__ != type(member).__doc__:  # an attribute that is checked
         yield f"- `{name}`: {said}"
