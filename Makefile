@@ -10,7 +10,7 @@ NATIVE := CMakeLists.txt cmake/exports.map $(wildcard $(addprefix src/llm_datadi
 
 .PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-cuda-abi test-deploy test-site test-store wheels test-wheels asan model faults \
 	trials brittle mutation test-ptx gpu-check \
-	bench compare lint docs clean
+	bench compare lint docs release clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -37,6 +37,7 @@ help:
 	@echo "make example-store  two vLLM servers and a prefix store that outlives them: time to first token beside cold (EXAMPLE='--files')"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/ (WHEELS_FOR=x86_64: one)"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
+	@echo "make release  wheels, sdist and site, made and checked; prints what is left to do by hand, and publishes nothing"
 	@echo "make clean  remove what the other words made"
 
 install: $(STAMP)
@@ -307,6 +308,10 @@ wheels: $(WHEELS_STAMP)
 test-wheels: export LLM_DATADIST_WHEELS ?= wanted
 test-wheels: $(STAMP) wheels
 	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels $(if $(filter aarch64,$(WHEELS_FOR)),,-k 'not aarch64'))
+
+# It publishes nothing: who owns the project signs, tags and uploads.
+release: wheels docs
+	@$(BIN)/python -m scripts.release
 
 clean:
 	rm -rf $(VENV) $(FULL_VENV) $(VLLM_VENV) .venv-wheels* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -42,7 +42,8 @@ ENTRIES: Final = 16
 def main() -> int:
     """Run all checks; return the exit status."""
     checks = (citations, packages, forbidden_imports, names, threads, locks, messages, constants, enums)
-    found = [mistake for check in (*checks, dependencies, pins, commands, navigation, words) for mistake in check()]
+    others = (dependencies, pins, commands, navigation, reference, words)
+    found = [mistake for check in (*checks, *others) for mistake in check()]
     explained = {path: _explained(path) for path in _files(ROOT / "src")}
     python = sum(count for path, count in explained.items() if path.suffix == ".py")
     print(*found, f"docstrings and comments: {python} words of Python, {sum(explained.values())} of src", sep="\n")
@@ -377,6 +378,16 @@ def navigation() -> Iterator[str]:
         yield "index.md: no entry for developers"
     if len(entries) - 1 > ENTRIES:
         yield f"index.md: {len(entries) - 1} entries for users, at most {ENTRIES}"
+
+
+def reference() -> Iterator[str]:
+    """Compare the signatures and sentences on the pages of docs/api with the source."""
+    pages = import_module("scripts.api_pages")
+    for page in pages.PAGES:
+        if pages.current(text := page.read_text()) != text:
+            yield f"api/{page.name}: is not that of the source: python -m scripts.api_pages"
+        if "```{eval-rst}" in text:
+            yield f"api/{page.name}: directives outside of a comment show nothing in a checkout"
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import IO, Final, cast
 import pytest
 
 import llm_datadist
+from scripts import release
 from tests.support.source import ROOT, run
 from tests.unit import test_native_pool
 from tests.wheels.arm64 import Arm64, Impossible, arm64
@@ -161,6 +162,14 @@ def test_the_metadata_is_that_of_this_tree(pattern: str) -> None:
         each for some in extras.values() for each in some
     )
     assert cast(bytes, found.get_payload(decode=True)).decode().strip() == (ROOT / "README.md").read_text().strip()
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_nothing_that_was_made_is_refused_by_the_check_of_a_release(processor: str) -> None:
+    path = built(f"*{processor}.whl")
+    name = release.WHEEL.fullmatch(path.name)
+    assert name is not None
+    assert [*release.wheel(path, name, ROOT), *release.sdist(built("*.tar.gz"), ROOT)] == []
 
 
 def files(wheel: Path) -> set[str]:

@@ -41,8 +41,7 @@ def store(
     ] = 4,
     cluster_id: ClusterId = STORE_ID,
     metrics: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve metrics at this port of 127.0.0.1; needs the extra [metrics]."),
+        int | None, typer.Option(min=0, max=65535, help="Serve metrics (extra [metrics]) at this port of 127.0.0.1.")
     ] = None,
     secrets: Secrets = None,
     option: More = None,
