@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist._transfer.tensors import TensorList
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
-    from llm_datadist.types.descriptors import BlockCopies, BlockNumbers
+    from llm_datadist.types.descriptors import Block, BlockNumbers, Several, To
     from llm_datadist.types.grant import Grant
 
 
@@ -300,7 +300,7 @@ class CacheManager(EngineUser):
 
     copy_cache_async = awaited(copy_cache)
 
-    def copy_blocks(self, cache: Cache, copy_block_info: BlockCopies) -> None:
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[Block, Several]) -> None:
         """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
 
         Raises:
@@ -312,7 +312,7 @@ class CacheManager(EngineUser):
 
     copy_blocks_async = awaited(copy_blocks)
 
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[Block, To]) -> None:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
         At most four threads copy, without a time limit (interface R10).

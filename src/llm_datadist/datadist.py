@@ -208,7 +208,7 @@ class LLMDataDist:
         Returns:
             ``(status, statuses)``: SUCCESS or the last failing cluster's, and one each with its ``error`` (extension):
                 ``LLM_ALREADY_LINK``, ``LLM_TIMEOUT``, ``LLM_LINK_FAILED`` (unreachable, refused, another id),
-                ``LLM_PARAM_INVALID`` (not one remote ip, RCA differs).
+                ``LLM_PARAM_INVALID`` (no cluster, not one remote ip, RCA differs).
 
         Raises:
             ParamError: A cluster without local ip.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types import Cache, LayerSynchronizer, TransferConfig
-    from llm_datadist.types.descriptors import BlockCopies, BlockNumbers
+    from llm_datadist.types.descriptors import Block, BlockNumbers, Several, To
 
 
 def _device_cache(name: str, value: object) -> Cache:
@@ -158,12 +158,12 @@ class KvCacheManager(EngineUser):
         with v1_codes():
             self._perform(calls.copy_cache(self._engine, _ARGUMENTS, req_id, **rows, offset=offset, size=size))
 
-    def copy_blocks(self, cache: KvCache, copy_block_info: BlockCopies) -> None:
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[Block, Several]) -> None:
         """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order."""
         with v1_codes():
             self._perform(calls.copy_blocks(self._engine, _ARGUMENTS, cache, copy_block_info))
 
-    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
+    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[Block, To]) -> None:
         """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
 
         ``KvCache.create_cpu_cache`` makes the host side. A row of a continuous cache counts as a block.

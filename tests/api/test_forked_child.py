@@ -293,7 +293,7 @@ def test_a_child_is_told_whose_the_instance_is_until_it_inits_it(forker: ChildEn
 def calls_in_child(world: World) -> list[str]:
     world.start("MIX", 1, make_config(**small_pool()), None)
     other = cpp_api.LlmDataDist(2, cpp_api.LlmRole.kMix)
-    assert other.Initialize({cpp_api.OPTION_LISTEN_IP_INFO: "127.0.0.1:0"}) is LLMStatusCode.LLM_SUCCESS
+    assert other.Initialize({cpp_api.OPTION_DEVICE_ID: "0"}) is LLMStatusCode.LLM_SUCCESS
 
     def said(_: World) -> list[str]:
         texts = []

@@ -15,7 +15,7 @@ import pytest
 
 from faults.gated import gated_call
 from faults.gates import Gate
-from faults.strangers import Stranger, silent_port
+from faults.strangers import Stranger, full_port, silent_port
 from llm_datadist import CacheKey, LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
@@ -229,18 +229,14 @@ def test_an_empty_list_of_clusters_has_its_reason(end: LocalEnd, caplog: pytest.
 
 def test_a_link_out_of_time_says_what_is_known_of_the_address_and_which_argument_to_raise(end: LocalEnd) -> None:
     end.start("DECODER", 2)
-    with ExitStack() as leaving, silent_port() as silent, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        for _ in range(3):  # the kernel drops what comes after these
-            waiting = leaving.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(full.getsockname())
+    with silent_port() as silent, full_port() as full, web_server() as web:
         known = {
-            full.getsockname()[1]: ("phase connect", "nothing answers at that address: an absent host, or a firewall"),
+            full: ("phase connect", "nothing answers at that address: an absent host, or a firewall"),
             silent: (
                 "phase handshake",
                 "something there accepts connections, and says nothing: another program, or a ",
             ),
-            leaving.enter_context(web_server()): ("phase handshake", "another program, or a stopped peer"),
+            web: ("phase handshake", "another program, or a stopped peer"),
         }
         for port, texts in known.items():
             assert end.do(link, [info(1, port)], 300) == (TIMEOUT, [TIMEOUT])

@@ -432,10 +432,11 @@ def here(pair: Pair) -> World:
 
 
 def started(pair: Pair, *configs: range, **settings: Any) -> Any:
-    """Begin a transfer with a config for each range, return (bytes before, source)."""
+    """Begin a transfer with a config for each range, if any; return (bytes before, source)."""
     pair.start(rca=True, **settings)
     both = make_both(pair.prompt, pair.decoder, KV, KV)
-    pair.decoder.do(begin, "kv", [by_key(pair, each) for each in configs])
+    if configs:
+        pair.decoder.do(begin, "kv", [by_key(pair, each) for each in configs])
     return both
 
 

@@ -157,3 +157,30 @@ def test_torch_views_are_the_memory_itself_and_outlive_finalize(world: World, na
     world.dd.finalize()
     tensors[0][:] = 1
     assert tensors[0].sum(dtype=torch.float32).item() == 24
+
+
+def test_calls_take_block_numbers_as_tensors_of_torch(world: World) -> None:
+    torch = pytest.importorskip("torch", reason="torch is optional: what it gives is looked at, it is not imported")
+    cache = world.cm.allocate_blocks_cache(CacheDesc(2, [8, 16], DataType.DT_INT8))
+    for number, block in enumerate(tensor_views(cache)[0]):
+        block[:] = number
+    wanted = world.cm.digest_blocks(cache, [1, 4], bytes(16))
+    given = [torch.tensor([1, 4]), torch.tensor([1, 4], dtype=torch.uint8), torch.arange(1, 7)[::3]]
+    for blocks in (*given, list(given[0]), torch.nn.Parameter(given[0], requires_grad=False)):
+        np.testing.assert_array_equal(world.cm.digest_blocks(cache, blocks, bytes(16)), wanted)
+    refused = {
+        "float32 array": torch.ones(2),
+        "torch.float32 tensor on cpu": torch.ones(2, requires_grad=True),
+        "1-D bool array": torch.ones(2, dtype=torch.bool),
+        "2-D int64 array": torch.zeros((1, 2), dtype=torch.int64),
+        "0-D int64 array": torch.tensor(1),
+        "torch.int64 tensor on meta": torch.arange(2, device="meta"),
+        "(torch.sparse_coo): must be a dense": torch.arange(2).to_sparse(),
+    }
+    for text, blocks in refused.items():
+        with pytest.raises(TypeError) as caught:
+            world.cm.digest_blocks(cache, blocks, bytes(16))
+        assert str(caught.value).startswith("blocks is a ")
+        assert text in str(caught.value)
+    cache = world.cm.allocate_blocks_cache(CacheDesc(1, [8, 16], DataType.DT_INT8))
+    world.cm.copy_blocks(cache, {torch.tensor(1): torch.arange(2, 4), 0: (torch.tensor(5),)})

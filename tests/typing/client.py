@@ -97,12 +97,17 @@ def move_blocks(prompt: CacheManager, decoder: CacheManager) -> None:
         view[:] = number
     decoder.pull_blocks(BLOCKS, target, [0, 1], (6, 7), src_layer_range=range(1), dst_layer_range=range(1, 2))
     decoder.pull_blocks(BLOCKS, target, np.arange(4), dst_blocks=np.array([3, 2, 1, 0], dtype=np.int32))
+    decoder.pull_blocks(BLOCKS, target, range(2), [np.int64(1), np.int8(0)])
     grant: Grant = source.grant(np.arange(2), ttl=60.0)
     claimed: Grant = decoder.claim_grant(1, token=grant.token, readers=1, wait=False)
     decoder.pull_blocks(BLOCKS, target, [0], [4], grant=Grant.from_bytes(claimed.to_bytes()))
     claimed.release()
     grant.revoke()
     decoder.copy_blocks(target, {0: [5, 6]})
+    decoder.copy_blocks(target, {np.int64(0): range(5, 7), np.int64(1): (4,)})
+    decoder.copy_blocks(target, {0: np.array([5, 6])})
+    listed: dict[int, list[int]] = {1: [2]}
+    decoder.copy_blocks(target, listed)
     asyncio.run(later(decoder, target))
     for number, view in enumerate(tensor_views(target)):
         assert (view[:5] == number).all()
@@ -196,7 +201,7 @@ def look(datadist: LLMDataDist) -> None:
 def older(prompt: KvCacheManager, decoder: KvCacheManager) -> None:
     paged: KvCache = prompt.allocate_blocks_cache(PAGED, BLOCKS)
     target = decoder.allocate_blocks_cache(PAGED)
-    decoder.pull_blocks(BLOCKS, target, [0, 1], [1, 0])
+    decoder.pull_blocks(BLOCKS, target, [0, 1], range(2))
     tensor: Tensor = decoder.get_cache_tensors(target, tensor_index=3)[0]
     described: TensorDesc = Tensor(tensor.numpy(copy=True)).tensor_desc
     assert (described.shape, described.dtype, decoder.is_initialized()) == ([8, 16], DataType.DT_FLOAT16, True)

@@ -5,7 +5,7 @@ It checks arguments before it touches memory. Threads: any.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -82,10 +82,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-#: Blocks of one range, so that range(2**40) is an error and takes no memory.
-_LONGEST_RANGE: Final = 1 << 27
-
-
 def parse_other_blocks(name: str, values: object) -> BlockList | None:
     """Parse the values that :func:`parse_blocks` leaves, and raise its errors; None for a list without None."""
     if isinstance(values, (list, tuple)):
@@ -112,8 +108,7 @@ def parse_other_blocks(name: str, values: object) -> BlockList | None:
         return BlockList(array)
     if values is None:
         raise NoneArgument(f"{name} is None: must be a list of block numbers")
-    kind = type(values).__name__
-    raise TypeError(f"{name} is {kind}: must be a list, a tuple, a range, or a 1-D integer array or tensor")
+    raise TypeError(f"{name} is {type(values).__name__}: must be a list, tuple, range, or 1-D integer array or tensor")
 
 
 def _of_range(name: str, blocks: range) -> NDArray[np.int64]:
@@ -123,8 +118,8 @@ def _of_range(name: str, blocks: range) -> NDArray[np.int64]:
     if min(first, last) < 0 or max(first, last) >= 1 << 63:
         raise ParamError(f"{name} is {blocks}: must be in [0, 2**63)")
     count = len(blocks)
-    if count > _LONGEST_RANGE:
-        raise ParamError(f"{name} is {blocks}: {count} blocks, a range may have {_LONGEST_RANGE} at most")
+    if count > 1 << 27:  # a gigabyte
+        raise ParamError(f"{name} is {blocks}: {count} blocks, a range may have 2**27 at most")
     return first + np.arange(count) * (blocks.step if count > 1 else 1)
 
 

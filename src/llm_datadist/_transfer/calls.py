@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.layerwise import Delivery
     from llm_datadist._transfer.local_copy import Pairs
     from llm_datadist.types import CacheDesc
-    from llm_datadist.types.descriptors import BlockCopies
 
     Config = TransferConfig | TransferWithCacheKeyConfig
 
@@ -206,7 +205,7 @@ def copy_cache(engine: Engine, rules: Rules, req_id: int | None, **given: object
     return run
 
 
-def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: BlockCopies) -> Work:
+def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[Any, Any]) -> Work:
     local, pairs = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
     cache_id = local_id(engine, "copy_blocks", "cache", local)

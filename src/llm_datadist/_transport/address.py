@@ -95,10 +95,7 @@ async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, cou
 
 
 class DialledSocket:
-    """Connection to the first of a host's ``addresses`` that accepts. Calls raise DeadlineExceeded or LinkRefused.
-
-    The former names ``limit``, which sets the deadline.
-    """
+    """Connection to the first address that accepts. Calls raise LinkRefused, or DeadlineExceeded naming ``limit``."""
 
     def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, limit: str = _LIMIT) -> None:
         self._left = list(addresses)

@@ -112,7 +112,7 @@ def runtime_secret_file() -> Path:
     """
     uid = os.geteuid()
     home = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder: Path | None = None
+    folder: Path | str = "its folder"
     try:
         named = os.path.isdir(home)
         folder = Path(home, "open-datadist") if named else Path(temporary_folder(), f"open-datadist-{uid}")
@@ -132,8 +132,5 @@ def runtime_secret_file() -> Path:
             finally:
                 made.unlink()
     except OSError as error:
-        raise ParamError(
-            f"{SECRET_FILE}: {folder or 'its folder'}: cannot be used: {error.strerror}; "
-            "give a file, or set XDG_RUNTIME_DIR"
-        ) from None
+        raise ParamError(f"{SECRET_FILE}: {folder}: {error.strerror}; give a file or XDG_RUNTIME_DIR") from None
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, TypeVar
 
 from llm_datadist._checks import (
     Attribute,
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
         def numpy(self) -> np.ndarray[Any, Any]: ...
         def data_ptr(self) -> int: ...
 
-    _Numbers = np.ndarray[Any, np.dtype[np.integer[Any]]] | _Tensor
     #: Block numbers: list, tuple or range; an extension: a 1-D array or CPU tensor, of integers.
-    BlockNumbers = Sequence[SupportsIndex] | _Numbers
-    #: Source block and its destinations (``copy_blocks``).
-    BlockCopies = dict[int, list[int]] | dict[int, tuple[int, ...]] | dict[int, range] | dict[int, _Numbers]
+    BlockNumbers = Sequence[SupportsIndex] | np.ndarray[Any, np.dtype[np.integer[Any]]] | _Tensor
+    #: Of the dicts of ``copy_blocks`` and ``swap_blocks``: one source, one destination, several.
+    Block = TypeVar("Block", bound=SupportsIndex)
+    To = TypeVar("To", bound=SupportsIndex)
+    Several = TypeVar("Several", bound=BlockNumbers)
 
 _MAX_DIMS: Final = 31
 _MAX_BYTES: Final = 2**63 - 1
