@@ -418,6 +418,9 @@ def test_arguments_that_do_not_suit_are_refused(world: World) -> None:
         (TypeError, "key[1] inner type only support [CacheKey]", [rows[0], BLOCKS], {}),
         (NoneArgument, "key[0]", [None], {}),
         (TypeError, "key only support", "model", {}),
+        (TypeError, "key only support [list, tuple] but got ndarray", array(), {}),  # K and V as two arguments
+        (TypeError, "key only support", "", {}),
+        (TypeError, "blocks only support [bool] but got ndarray", None, {"blocks": array()}),
         (TypeError, "key only support", CacheKeyByIdAndIndex(1, 1), {}),
         (ParamError, "granted_only=True: only for a blocks cache", rows[0], {"granted_only": True}),
         (TypeError, "granted_only only support [bool]", None, {"granted_only": 1}),
