@@ -218,7 +218,8 @@ class CacheManager(EngineUser):
         fits = blocks is None or check_type("blocks", blocks, bool) is paged
         check_rule(fits, f"blocks={blocks}: the key means the other kind of cache; leave blocks out")
         check_rule(paged or granted_only is not True, "granted_only=True: only for a blocks cache")
-        keys = key if paged else [key] if isinstance(key, CacheKey) else check_list("key", key or (), CacheKey)
+        rows = [key] if isinstance(key, CacheKey) else () if key is None else key
+        keys = key if paged else check_list("key", rows, CacheKey)
         desc, found = describe(tensors, placement, self._engine.caches.device.ordinal)
         given = {"cache_desc": desc, "addrs": [each.address for each in found]}
         given |= {"blocks_cache_key" if paged else "cache_keys": keys, "granted_only": granted_only}

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def some(torch: Any, *shape: int, dtype: str = "float16") -> Any:
     shape, kind = shape or (4, 8), getattr(torch, dtype)
     nbytes = int(np.prod(shape)) * kind.itemsize
     raw = torch.frombuffer(bytearray(np.random.default_rng(7).bytes(nbytes)), dtype=torch.uint8)
-    return raw.clone().view(kind).reshape(shape)
+    return raw.view(kind).reshape(shape).clone()  # not a view, which would keep its base
 
 
 def two(torch: Any, change: Callable[[Any], Any], *shape: int, dtype: str = "float16") -> list[Any]:
@@ -326,6 +327,11 @@ def bytes_of(tensor: Any) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
+def alive(watches: list[weakref.ref[Any]]) -> list[bool]:
+    gc.collect()
+    return [each() is not None for each in watches]
+
+
 def judge(pair: Pair, row: Row, lib: Any) -> None:
     """Register what a row makes, drop it, and compare what a peer pulls; or see the error, and that nothing is done."""
     pair.start()
@@ -336,18 +342,19 @@ def judge(pair: Pair, row: Row, lib: Any) -> None:
             owner.cm.register_tensors(given, BLOCKS)
         return
     expected = [bytes_of(each) for each in given]
+    memory = [weakref.ref(each if lib is np else each.untyped_storage()) for each in given]
     cache = owner.cm.register_tensors(given, BLOCKS)
     row.then(lib, given)
     del given
-    gc.collect()
-    taken = [np.full(len(each), 0xA5, np.uint8) for each in expected * 8]  # what was freed, would be overwritten
+    assert all(alive(memory))
     desc = cache.cache_desc
     assert (cache.is_blocks_cache, desc.data_type.name, desc.placement) == (True, row.data_type, Placement.DEVICE)
     mine = reader.cm.allocate_blocks_cache(CacheDesc(desc.num_tensors, desc.shape, desc.data_type))
     every = list(range(desc.shape[0]))
     reader.cm.pull_blocks(BLOCKS, mine, every, every)
     assert [each.tobytes() for each in tensor_views(mine)] == expected
-    del taken
+    owner.cm.unregister_cache(cache.cache_id)
+    assert not any(alive(memory))
 
 
 @pytest.mark.parametrize("row", TORCH, ids=lambda row: row.name)
@@ -411,6 +418,9 @@ def test_arguments_that_do_not_suit_are_refused(world: World) -> None:
         (TypeError, "key[1] inner type only support [CacheKey]", [rows[0], BLOCKS], {}),
         (NoneArgument, "key[0]", [None], {}),
         (TypeError, "key only support", "model", {}),
+        (TypeError, "key only support [list, tuple] but got ndarray", array(), {}),  # K and V as two arguments
+        (TypeError, "key only support", "", {}),
+        (TypeError, "blocks only support [bool] but got ndarray", None, {"blocks": array()}),
         (TypeError, "key only support", CacheKeyByIdAndIndex(1, 1), {}),
         (ParamError, "granted_only=True: only for a blocks cache", rows[0], {"granted_only": True}),
         (TypeError, "granted_only only support [bool]", None, {"granted_only": 1}),
@@ -490,11 +500,6 @@ def watched(world: World, **settings: Any) -> tuple[Cache, list[weakref.ref[Any]
     return world.cm.register_tensors(arrays, BLOCKS, **settings), [weakref.ref(each) for each in arrays]
 
 
-def alive(watches: list[weakref.ref[Any]]) -> list[bool]:
-    gc.collect()
-    return [each() is not None for each in watches]
-
-
 def test_tensors_live_until_unregister_has_ended_their_use_although_the_handle_lives_on(end: LocalEnd) -> None:
     end.start("PROMPT", 1, sync_kv_timeout=50)
     (cache, watches), caches = watched(end.world), end.world.probe.engine.caches
@@ -504,8 +509,10 @@ def test_tensors_live_until_unregister_has_ended_their_use_although_the_handle_l
             end.world.cm.unregister_cache(cache.cache_id)
         assert alive(watches) == [True, True]
     assert [each.dtype for each in tensor_views(cache)] == [np.float16] * 2
+    caches.registry.pin(peer := object(), time.monotonic() + 60, cache_id=cache.cache_id)
     end.world.cm.unregister_cache(cache.cache_id)
     assert (alive(watches), len(cache.tensor_addrs)) == ([False, False], 2)
+    caches.apply(caches.registry.drop_peer(peer))
 
 
 def test_a_refused_registration_keeps_nothing(world: World) -> None:

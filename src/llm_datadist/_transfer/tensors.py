@@ -51,9 +51,8 @@ def describe(tensors: object, placement: Placement | None, gpu: int) -> tuple[Ca
         check_rule(apart, f"tensors[{high}]: it shares memory with tensors[{low}]")
     on_host = first.device == "cpu"
     check_rule(on_host or gpu >= 0, f"tensors[0].device={first.device}: no GPU here; set llm.DeviceMemory=cuda")
-    if placement is None:
-        placement = Placement.HOST if on_host and gpu >= 0 else Placement.DEVICE
-    return CacheDesc(len(found), list(first.shape), first.dtype, placement), found
+    lies = Placement.HOST if on_host and gpu >= 0 else Placement.DEVICE
+    return CacheDesc(len(found), list(first.shape), first.dtype, lies if placement is None else placement), found
 
 
 def _memory(name: str, value: object) -> Memory:
