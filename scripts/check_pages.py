@@ -30,11 +30,7 @@ TOOLS: Final = {"testing", "tools"}
 _USERS: Final = """
 index 500, tutorial 850, howto 100, howto-hosts 950, howto-pools 650, howto-grants 680, howto-vllm-store 900,
 howto-tensors 700, howto-moving 450, vllm 1150, store 1700, nixl 650, security 1600, when-it-fails 1400, metrics 1200,
-<<<<<<< HEAD
 commands 150, top 400, doctor 650, interface 6170, options 1800, errors 1200, performance 1500, scaling 1400,
-=======
-commands 150, top 400, doctor 650, interface 6100, options 1800, errors 1200, performance 1500, scaling 1400,
->>>>>>> ten
 support 400, glossary 730, device 900
 """
 _DEVELOPERS: Final = "architecture 2350, protocol 2920, transports 600, dependencies 650, coverage 100, development 100"
