@@ -149,7 +149,7 @@ def _linked(
     try:
         links.link(None, (there, port), Deadline(min(_LINK_MS, deadline.remaining_ms())))  # the peer tells its id
     except LLMException as error:
-        yield _not_linked(error, (there, port))
+        yield _not_linked(error, (there, port), deadline)
         return
     (link,) = end.statistics().links
     answered = link.remote_cluster_id
@@ -178,10 +178,11 @@ def _linked(
         links.unlink(answered, Deadline(min(_LINK_MS, deadline.remaining_ms())), force=False)
 
 
-def _not_linked(error: LLMException, address: tuple[str, int]) -> Finding:
+def _not_linked(error: LLMException, address: tuple[str, int], deadline: Deadline) -> Finding:
     text, deaf = str(error), isinstance(error, DeadlineExceeded)
     strange = deaf or error.phase == "handshake" or isinstance(error.__cause__, ProtocolError)
-    if strange and (program := other_program(address)):
+    # The questions, also those about credentials, take at most as long.
+    if strange and deadline.remaining() > 2 * _SECONDS and (program := other_program(address)):
         text = f"{show_address(address)} {program}, not this library: is it the port of {LISTEN}?"
         mend = "name that port of the peer: llm-datadist doctor --peer HOST:PORT"
     elif isinstance(error, AuthFailed):
