@@ -76,7 +76,7 @@ PLACES: Final[dict[str, list[Paste | str]]] = {
     "docs/security.md": [_SECURITY, _SECURITY],
     "docs/store.md": [Paste(_STORE)],
     "docs/top.md": [Paste(_TOP, screen="llm-datadist top")],
-    "docs/tutorial.md": [_INSTALLED, *[_TUTORIAL] * 6],
+    "docs/tutorial.md": [_INSTALLED, *[_TUTORIAL] * 7],
     "docs/vllm.md": [Paste(_VLLM | {"python examples/vllm/proxy.py": "http://127.0.0.1:8000"})],
 }
 _REASONS: Final = r"needs (root|an engine|a network|docker|kubectl|a GPU)\b"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.calls import Config
     from llm_datadist._transfer.layerwise import CacheTask
-    from llm_datadist._transfer.tensors import TensorList
+    from llm_datadist._transfer.tensors import GivenTensors
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
     from llm_datadist.types.descriptors import Block, BlockNumbers, Several, To
     from llm_datadist.types.grant import Grant
@@ -189,7 +189,7 @@ class CacheManager(EngineUser):
 
     def register_tensors(
         self,
-        tensors: TensorList,
+        tensors: GivenTensors,
         key: BlocksCacheKey | CacheKey | list[CacheKey] | tuple[CacheKey, ...] | None = None,
         *,
         blocks: bool | None = None,

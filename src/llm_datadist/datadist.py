@@ -238,6 +238,7 @@ class LLMDataDist:
             ParamError: ``address`` has another form, or port 0.
             AlreadyLinked, LinkError, DeadlineExceeded, LLMException: As the statuses of :meth:`link_clusters`.
         """
+        self._life.require_engine("connect")
         host, port = parse_listen_ip_info(address, "address")
         check_rule(port, f"address: {address!r} has port 0: name the one where the peer listens")
         cluster = LLMClusterInfo()

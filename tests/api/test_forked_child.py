@@ -59,6 +59,7 @@ PLAIN: Final = {
     "TransferConfig": "a destination",
     "TransferWithCacheKeyConfig": "a destination",
     "Status": "a status",
+    "PeerLink": "its calls are those of its LLMDataDist",
 }
 _WITH: Final = ("__exit__",)
 #: Members of other classes that read values, and why the last does not need a check.

@@ -21,7 +21,7 @@ class TorchTensor(Protocol):
     is_quantized: bool
 
 
-TensorList = Sequence[TorchTensor] | Sequence[np.ndarray[Any, np.dtype[Any]]]  # at run time a list or a tuple
+GivenTensors = Sequence[TorchTensor] | Sequence[np.ndarray[Any, np.dtype[Any]]]  # at run time a list or a tuple
 
 
 class Memory(NamedTuple):
