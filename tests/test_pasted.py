@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,11 @@ _PROMPT: Final = "LLM_DATADIST_INSECURE=1 python examples/pull_blocks.py --role 
 _STORE: Final = {"llm-datadist store": "store at 127.0.0.1:26100"}
 _VLLM: Final = {"vllm serve": "serving"}
 _TERMINAL: Final = "python -c 'import pty, sys; pty.spawn(sys.argv[1:])' "
-_TOP: Final = {"llm-datadist top --once": None, "llm-datadist top --json": '"instances"', "llm-datadist top": "cluster"}
+_TOP: Final = {
+    "llm-datadist top --once": None,
+    "llm-datadist top --json": '"instances"',
+    "llm-datadist top": "of this user",
+}
 
 _INSTALLED: Final = "tests/wheels/test_wheels.py::test_the_installation_of_the_readme_works_pasted_in_a_checkout"
 _THREE: Final = "tests/test_docs.py::test_the_three_commands_of_the_readme_print_what_it_says"
@@ -118,7 +123,7 @@ def commands(block: str) -> Iterator[str]:
 
 def script(block: str, paste: Paste) -> str:
     """Return Bash that runs a block, and fails with the first command that does."""
-    lines = ["set -eu", "trap 'cat said*; kill $(jobs -p) || :' EXIT", "touch said", "ip link set lo up", paste.before]
+    lines = ["set -eu", "trap 'cat said*' EXIT", "touch said", "ip link set lo up", paste.before]
     for number, command in enumerate(commands(block)):
         begin = next((each for each in paste.serving if command.startswith(each)), None)
         says = None if begin is None else paste.serving[begin]
@@ -163,8 +168,9 @@ def test_a_block_of_commands_runs_pasted(page: str, at: int, tmp_path: Path) -> 
     environment |= {"PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "TERM": "xterm"}
     text = script(blocks(page)[at], place).replace("/etc/datadist", f"{tmp_path}/etc/datadist")
     text = text.replace("/opt/venv/bin", os.path.dirname(sys.executable))
-    alone = needs("unshare", "-n" if os.geteuid() == 0 else "-rn")
-    done = run(*alone, "timeout", "90", "bash", "-c", text, cwd=tmp_path, env=environment, stdin=-3)
+    # What runs in the background ends with the shell, however that ends: it is the first of its pid namespace.
+    alone = needs("unshare", "-n" if os.geteuid() == 0 else "-rn", "--pid", "--mount-proc", "--fork", "--kill-child")
+    done = run(*alone, "bash", "-c", text, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
     asked = (tmp_path / "asked").read_text().split("\0") if "vllm serve" in text else []
     connectors = [json.loads(word) for word in asked if word.startswith("{")]
