@@ -10,7 +10,7 @@ NATIVE := CMakeLists.txt cmake/exports.map $(wildcard $(addprefix src/llm_datadi
 
 .PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-cuda-abi test-deploy test-site test-store wheels test-wheels asan model faults \
 	trials brittle mutation test-ptx gpu-check \
-	bench compare lint docs clean
+	bench compare lint docs release clean
 
 help:
 	@echo "make demo   a prefill process hands its KV cache to a decode process (DEMO='--transport tcp --json')"
@@ -24,7 +24,7 @@ help:
 	@echo "make lint   ruff, mypy strict, the layers of imports, clang-format, a client's program under mypy and pyright"
 	@echo "make docs   the pages of docs/ and the API reference from the docstrings, in build/docs"
 	@echo "make test-site  every page of the site in headless Chromium: links, pictures, width, search; a minute"
-	@echo "make test-torch  the tests of the torch views and of example-hf, in .venv-full"
+	@echo "make test-torch  the tests of torch's tensors and views, and of example-hf, in .venv-full"
 	@echo "make gpu-check  on a machine with an NVIDIA GPU: what the project assumes of the driver, moves and their speed (GPU='--seconds 420 --out results.json'; GPU=--fake: on none)"
 	@echo "make test-ptx  the kernel of the library, assembled for several GPUs by NVIDIA's ptxas"
 	@echo "make test-vllm  the tests with real vLLM servers, in an environment of their own with vLLM for CPU"
@@ -37,6 +37,7 @@ help:
 	@echo "make example-store  two vLLM servers and a prefix store that outlives them: time to first token beside cold (EXAMPLE='--files')"
 	@echo "make wheels  an sdist and wheels for x86_64 and aarch64, cross-compiled, in dist/ (WHEELS_FOR=x86_64: one)"
 	@echo "make test-wheels  installs the wheels without a compiler, and as arm64 under qemu"
+	@echo "make release  wheels, sdist and site, made and checked; prints what is left to do by hand, and publishes nothing"
 	@echo "make clean  remove what the other words made"
 
 install: $(STAMP)
@@ -47,9 +48,9 @@ define SET_UP
 	@echo "$(1): setting it up (once; again when pyproject.toml, constraints.txt or the native code changes)"
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
-# `pip install -e '.[cli]'`, with what it does one after the other side by side.
-NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*p["dependencies"], *p["optional-dependencies"]["cli"])
+# `pip install -e '.[auth,cli]'`, with what it does one after the other side by side; DEMO=--secure needs auth.
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; o = p["optional-dependencies"]; \
+	print(*p["dependencies"], *o["auth"], *o["cli"])
 $(VENV)/.cli: pyproject.toml constraints.txt $(NATIVE)
 	$(call SET_UP,$(VENV))
 	@echo "$(VENV): compiling the library, and installing what it needs: half a minute on two idle cores"
@@ -115,7 +116,7 @@ test-store: $(STAMP)
 	@$(BIN)/python -m faults store $(STORE)
 
 test-torch: $(FULL_VENV)/.installed
-	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/integration/test_example_hf.py
+	@$(FULL_BIN)/python -m pytest tests/api/test_views.py tests/api/test_tensors.py tests/integration/test_example_hf.py
 
 SCHEMAS := check-jsonschema
 $(VENV)/.deploy: $(STAMP)
@@ -307,6 +308,10 @@ wheels: $(WHEELS_STAMP)
 test-wheels: export LLM_DATADIST_WHEELS ?= wanted
 test-wheels: $(STAMP) wheels
 	@$(BIN)/python -m pytest $(or $(TEST),tests/wheels $(if $(filter aarch64,$(WHEELS_FOR)),,-k 'not aarch64'))
+
+# It publishes nothing: who owns the project signs, tags and uploads.
+release: wheels docs
+	@$(BIN)/python -m scripts.release
 
 clean:
 	rm -rf $(VENV) $(FULL_VENV) $(VLLM_VENV) .venv-wheels* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -62,6 +62,12 @@ def _owner(name: str) -> object:
     return getattr(import_module(module), cls, None)
 
 
+def _add_reference(app: Sphinx, page: str, text: list[str]) -> None:
+    """Put the directives of a page of api/ in the place of the text that is for readers of a checkout."""
+    if page.startswith("api/"):
+        text[0] = import_module("scripts.api_pages").for_sphinx(text[0])
+
+
 def _add_coverage(app: Sphinx, page: str, text: list[str]) -> None:
     """Put the tables of scripts/coverage.py below the text of docs/coverage.md."""
     if page == "coverage":
@@ -71,4 +77,5 @@ def _add_coverage(app: Sphinx, page: str, text: list[str]) -> None:
 def setup(app: Sphinx) -> None:
     """Connect the hooks, the first before napoleon's."""
     app.connect("autodoc-process-docstring", _add_source, priority=100)
+    app.connect("source-read", _add_reference)
     app.connect("source-read", _add_coverage)

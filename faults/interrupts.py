@@ -335,6 +335,12 @@ VERBS: Final[dict[str, Verb]] = {
         transports=_HERE,
         at_random=False,
     ),
+    "register_tensors": Verb(
+        lambda s: s.memory.update(mine=s.cm.register_tensors([np.zeros((2, 64)) for _ in range(2)])),
+        after=_give_back,
+        transports=_HERE,
+        at_random=False,
+    ),
     "link_clusters": Verb(Scene.dial, before=_apart),
     "unlink_clusters": Verb(Scene.unlink, before=Scene.link),
     "unlink_clusters, forced": Verb(lambda s: s.unlink(force=True), before=Scene.link),

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -265,4 +265,15 @@ def read_hello(sock: socket.socket) -> wire.Hello:
 def silent_port() -> Iterator[int]:
     """A port where connections are accepted by the kernel and never answered."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@contextmanager
+def full_port() -> Iterator[int]:
+    """A port whose queue is full: the kernel answers no further connection, as if there were no host."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as queue:
+        for _ in range(3):
+            waiting = queue.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
         yield server.getsockname()[1]

@@ -42,6 +42,7 @@ from llm_datadist.cache_manager import CacheManager
 from llm_datadist.tools.bench.cases import size_text
 from llm_datadist.tools.bench.rows import Row
 from llm_datadist.tools.bench.suite import floors
+from scripts import api_pages
 from tests.support.linking import free_port
 from tests.support.source import ROOT, SOURCE, modules, run
 
@@ -222,7 +223,8 @@ def test_the_five_references_are_the_same_on_every_page() -> None:
 def test_the_two_processes_of_the_readme_work_here_in_one() -> None:
     owner, reader = re.findall(r"^```python\n(.*?)^```", _text(README), re.MULTILINE | re.DOTALL)
     kv = [[np.full((64, 8), number, np.float16) for _ in range(2)] for number in (1, 0)]
-    program = owner + indent(reader, "    ").replace("kv_tensors", "target")
+    reader = re.sub(r"\bcache\b", "mine", reader).replace("kv_tensors", "target")
+    program = owner + indent(reader, "    ")
     program = program.replace("26000", str(free_port())).replace("kv_tensors", "source")
     exec(f"from llm_datadist import *\nfrom llm_datadist import Grant\n{program}", {"source": kv[0], "target": kv[1]})
     for tensor in kv[1]:
@@ -447,3 +449,20 @@ def test_every_public_class_is_in_the_reference() -> None:
     named = [getattr(module, name) for module in (llm_datadist, cpp_api) for name in module.__all__]
     public = {each for each in [*named, CacheManager] if isinstance(each, type)}
     assert [cls for cls in public if cls.__name__ not in single and cls.__module__ not in whole] == []
+
+
+def test_the_reference_is_text_in_a_checkout_and_a_line_that_is_not_the_sources_is_found() -> None:
+    text = _text(DOCS / "api" / "cache_manager.md")
+    shown = re.sub(r"<!-- api.*?-->", "", text, flags=re.DOTALL)
+    calls = {name for name, member in inspect.getmembers(CacheManager, callable) if name[0] != "_"}
+    assert calls == {name for name in re.findall(r"^- `(\w+)\(", shown, re.MULTILINE) if hasattr(CacheManager, name)}
+    line = "- `remove_cache_key(cache_key: CacheKey) -> None`: Unbind a key; running and later pulls by it fail.\n"
+    for wrong in (text.replace(line, ""), text.replace(line, line.replace("cache_key:", "key:"))):
+        assert wrong != text
+        assert api_pages.current(wrong) == api_pages.current(text)
+    assert line in api_pages.current(text)
+    built = api_pages.for_sphinx(text)
+    assert ("```{eval-rst}\n.. autoclass:: llm_datadist.cache_manager.CacheManager" in built, line in built) == (
+        True,
+        False,
+    )

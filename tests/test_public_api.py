@@ -46,6 +46,8 @@ CACHE_MANAGER: Final = {
     "deallocate_blocks_cache": "(self, cache)",
     "copy_cache": "(self, dst, src, dst_batch_index=0, src_batch_index=0, offset=0, size=-1, req_id=None)",
     "register_cache": "(self, cache_desc, addrs, cache_keys=(), remote_accessible=None)",
+    "register_tensors": "(self, tensors, key=None, *, blocks=None, placement=None, remote_accessible=None, "
+    "granted_only=False)",
     "register_blocks_cache": "(self, cache_desc, addrs, blocks_cache_key=None, remote_accessible=None, *, "
     "granted_only=False)",
     "unregister_cache": "(self, cache_id)",
@@ -304,7 +306,9 @@ def test_r23_wrapper_constants_are_the_status_codes() -> None:
 def test_cache_manager_has_the_documented_methods_and_no_others() -> None:
     assert {name: _strip(getattr(CacheManager, name)) for name, _ in _own(CacheManager)} == CACHE_MANAGER | {
         f"{name}_async": CACHE_MANAGER[name] for name in AWAITED
-    } | {  # interface §6.16 and §6.17
+    } | {  # interface §6.6, §6.16 and §6.17
+        "register_tensors": "(self, tensors, key=None, *, blocks=None, placement=None, remote_accessible=None, "
+        "granted_only=False)",
         "claim_grant": "(self, cluster_id, token, readers=1, wait=True)",
         "release_grant": "(self, cluster_id, token)",
         "digest_blocks": "(self, cache, blocks, nonce)",

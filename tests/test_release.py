@@ -1,14 +1,23 @@
 """The release: one version, pages that name versions and platforms there are, hooks that do what `make lint` does."""
 
+import io
 import re
+import shutil
+import tarfile
 import tomllib
+import zipfile
+from base64 import urlsafe_b64encode
+from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 import llm_datadist
 from llm_datadist.tools.doctor import kernel
+from scripts import release
 from tests.support.source import ROOT, run
 
 CHANGELOG: Final = ROOT / "CHANGELOG.md"
@@ -101,3 +110,155 @@ def test_the_nightly_workflow_has_each_word_of_the_night_that_is_no_word_of_a_co
     commit, night = (re.findall(r"^(?:\w+=\w+ )?word (.+?)(?:  #.*)?$", text, re.MULTILINE) for text in texts)
     workflow = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
     assert re.findall(r"^          - (.+)$", workflow, re.MULTILINE) == [word for word in night if word not in commit]
+
+
+# --- make release -----------------------------------------------------------------------------------------------------
+VERSION_NOW: Final = llm_datadist.__version__
+_INFO: Final = f"open_datadist-{VERSION_NOW}.dist-info"
+_FILES: Final = (
+    "pyproject.toml",
+    "README.md",
+    "SECURITY.md",
+    *(f"src/llm_datadist{each}/py.typed" for each in ("", "_v1", "_wrapper")),
+    "src/llm_datadist/__init__.py",
+)
+
+
+def _metadata() -> bytes:
+    project = _pyproject()["project"]
+    one = {"Name": project["name"], "Version": VERSION_NOW, "Summary": project["description"]}
+    one |= {"Requires-Python": project["requires-python"], "License-Expression": project["license"]}
+    one |= {"Description-Content-Type": "text/markdown"}
+    lines = [f"{name}: {value}" for name, value in one.items()]
+    lines += [f"Classifier: {each}" for each in project["classifiers"]]
+    return "\n".join([*lines, "", (ROOT / "README.md").read_text()]).encode()
+
+
+def _wheel(root: Path, processor: str, change: Callable[[dict[str, bytes]], object] = len) -> None:
+    """Write a wheel of the tree; ``change`` is made before its record."""
+    tag = f"cp311-cp311-manylinux_2_28_{processor}"
+    data = {each.removeprefix("src/"): (root / each).read_bytes() for each in _FILES if each.startswith("src/")}
+    for module in ("_limits", "_native"):
+        data[f"llm_datadist/_native/{module}.cpython-311-{processor}-linux-gnu.so"] = b"module"
+    data |= {f"{_INFO}/METADATA": _metadata(), f"{_INFO}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode()}
+    change(data)
+    digests = {name: urlsafe_b64encode(sha256(each).digest()).decode().rstrip("=") for name, each in data.items()}
+    data[f"{_INFO}/RECORD"] = "".join(f"{name},sha256={each},1\n" for name, each in digests.items()).encode()
+    with zipfile.ZipFile(root / "dist" / f"open_datadist-{VERSION_NOW}-{tag}.whl", "w") as archive:
+        for name, each in data.items():
+            archive.writestr(name, each)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    """Return a small tree from which everything for a release was made."""
+    for each in _FILES:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / each, tmp_path / each)
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {VERSION_NOW}\n")
+    (tmp_path / ".gitignore").write_text("dist/\nbuild/\n")
+    as_somebody = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false")
+    for words in (("init", "--quiet"), ("add", "--all"), (*as_somebody, "commit", "--quiet", "--message", "all")):
+        assert run("git", *words, cwd=tmp_path).returncode == 0
+    (tmp_path / "dist").mkdir()
+    for processor in release.PROCESSORS:
+        _wheel(tmp_path, processor)
+    top = f"open_datadist-{VERSION_NOW}"
+    with tarfile.open(tmp_path / "dist" / f"{top}.tar.gz", "w:gz") as archive:
+        for each in (*_FILES, "CHANGELOG.md", ".gitignore"):
+            archive.add(tmp_path / each, f"{top}/{each}")
+        about = tarfile.TarInfo(f"{top}/PKG-INFO")
+        about.size = len(_metadata())
+        archive.addfile(about, io.BytesIO(_metadata()))
+    (site := tmp_path / "build" / "docs").joinpath("api").mkdir(parents=True)
+    for name in ("search.html", "searchindex.js", "objects.inv"):
+        (site / name).touch()
+    page = f"<title>open-datadist {VERSION_NOW}</title><h1 id=top>x</h1><a href='api/index.html#here'>x</a>"
+    (site / "index.html").write_text(f"{page}<a href='#top'>x</a><a href='https://localhost/x'>x</a>")
+    (site / "api" / "index.html").write_text("<h1 id=here>x</h1><a href='../index.html'>x</a>")
+    return tmp_path
+
+
+def test_a_release_that_is_ready_prints_what_is_left_to_do_and_names_no_host(
+    ready: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert release.main(ready) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "3 files in dist/, 3 pages",
+        "gpg ",
+        f"git tag --sign v{VERSION_NOW}",
+        "Upload dist/*.whl",
+        "build/docs/",
+    ):
+        assert part in said
+    assert not re.search(r"https?:|\b[\w-]+\.(org|com|io)\b", said)
+    assert run("git", "tag", cwd=ready).stdout == "", "it publishes nothing"
+
+
+def _changed(path: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        text = (root / path).read_text()
+        assert old in text
+        (root / path).write_text(text.replace(old, new))
+
+    return change
+
+
+def _other_wheel(change: Callable[[dict[str, bytes]], object]) -> Callable[[Path], None]:
+    return lambda root: _wheel(root, "x86_64", change)
+
+
+def _without_record(root: Path) -> None:
+    (path,) = (root / "dist").glob("*x86_64.whl")
+    with zipfile.ZipFile(path) as archive:
+        data = {each: archive.read(each) for each in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, each in data.items():
+            archive.writestr(name, each.replace(b"module", b"elodum"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (
+            _changed("CHANGELOG.md", f"## {VERSION_NOW}", "## Unreleased"),
+            "CHANGELOG.md: the first entry is 'Unreleased'",
+        ),
+        (_changed("SECURITY.md", f"| {VERSION_NOW.rpartition('.')[0]}.x |", "| 9.9.x |"), "SECURITY.md: has no row"),
+        (lambda root: (root / "new").touch(), "git: the working tree has changes"),
+        (lambda root: run("git", "tag", f"v{VERSION_NOW}", cwd=root), f"git: there is a tag v{VERSION_NOW} already"),
+        (lambda root: next((root / "dist").glob("*aarch64.whl")).unlink(), "no wheel of"),
+        (lambda root: next((root / "dist").glob("*.tar.gz")).unlink(), f"no open_datadist-{VERSION_NOW}.tar.gz"),
+        (lambda root: (root / "dist" / "open_datadist-0.0.1.tar.gz").touch(), "is neither a wheel nor the sdist"),
+        (_changed("README.md", "# open-datadist", "# another"), "the description is not README.md"),
+        (_changed("pyproject.toml", "Alpha", "Beta"), "Classifier: not those"),
+        (_other_wheel(lambda data: data.pop(f"{_INFO}/METADATA")), "Name is None: must be 'open-datadist'"),
+        (_other_wheel(lambda data: data.update({f"{_INFO}/WHEEL": b"Tag: py3-none-any\n"})), "WHEEL has the tags"),
+        (_other_wheel(lambda data: data.update({"tests/x.py": b""})), "has tests/x.py, which is not of the packages"),
+        (_other_wheel(lambda data: data.pop("llm_datadist/py.typed")), "lacks llm_datadist/py.typed"),
+        (_other_wheel(lambda data: data.update({"llm_datadist/__init__.py": b""})), "is not that of the source"),
+        (
+            _other_wheel(lambda data: data.update({"llm_datadist/_native/_native.abi3.so": b""})),
+            "has llm_datadist/_native/_native.abi3.so",
+        ),
+        (_without_record, "RECORD has no right digest of llm_datadist/_native/_limits"),
+        (lambda root: (root / "build/docs/objects.inv").unlink(), "site: objects.inv is missing"),
+        (_changed("build/docs/index.html", VERSION_NOW, "9.9.9"), "site: is not of"),
+        (_changed("build/docs/index.html", "#here", "#nowhere"), "api/index.html#nowhere leads nowhere"),
+        (_changed("build/docs/api/index.html", "../index.html", "index.htm"), "index.htm leads nowhere"),
+    ],
+)
+def test_each_mistake_of_a_release_is_named(
+    spoil: Callable[[Path], object], found: str, ready: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(ready)
+    assert release.main(ready) == 1
+    assert found in capsys.readouterr().out
+
+
+def test_the_readme_renders_and_what_an_index_would_show_as_it_is_written_is_named() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert list(release.unrendered(text)) == []
+    for wrong in ("text", "# x\n\n| a | b |\n|---|\n", "# x\n\n<b>x</b>\n", "# x\n\n{doc}`x`\n", "# x\n\n[a](b c)\n"):
+        assert list(release.unrendered(wrong)), wrong

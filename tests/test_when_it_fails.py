@@ -26,7 +26,7 @@ from faults.gated import stopped
 from faults.midcopy import release, set_trap, trapped
 from faults.page_trap import trap_denied
 from faults.relay import Relay, Rewriter
-from faults.strangers import listener, silent_port
+from faults.strangers import full_port, listener, silent_port
 from llm_datadist import BlocksCacheKey, CacheKey, DataType, LLMDataDist, LLMRole, errors
 from llm_datadist.config import INSECURE_VARIABLE
 from llm_datadist.types.grant import Grant
@@ -146,7 +146,8 @@ SCENES: Final[dict[str, Callable[[Stage], None]]] = {
     "memory_size is": lambda stage: init(stage, mem_pool_cfg=f'{{"memory_size": {1 << 46}}}'),
     "unknown to this version": lambda stage: stage.end.start("PROMPT", 1, extra={"llm.Tranport": "shm"}),
     "Connection refused": lambda stage: stage.links(free_port()),
-    "link to ...: no answer": lambda stage: stage.links(stage.enter(silent_port()), 1, 500),
+    "nothing answers": lambda stage: stage.links(stage.enter(full_port()), 1, 500),
+    "says nothing": lambda stage: stage.links(stage.enter(silent_port()), 1, 500),
     "the listener at": lambda stage: stage.links(stage.listens(), 3),
     "RemoteCacheAccessible differs": lambda stage: stage.links(stage.listens(**ACCESSIBLE)),
     "cannot reach the peer": lambda stage: stage.links(stage.family("auto").born("PROMPT", 1).port, **INPROC),

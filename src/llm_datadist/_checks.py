@@ -38,7 +38,7 @@ def type_error(name: str, value: object, types: type | tuple[type, ...], rule: s
     allowed = ", ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
     if value is None:
         return NoneArgument(f"{name} {rule} [{allowed}] but got None")
-    return TypeError(f"{name} {rule} [{allowed}] but got {type(value).__name__}: {reprlib.repr(value)}")
+    return TypeError(f"{name} {rule} [{allowed}] but got {type(value).__name__}: {clean(reprlib.repr(value))}")
 
 
 @overload
@@ -197,8 +197,9 @@ def is_ip(value: object) -> bool:
 
 def check_unscoped(name: str, text: str) -> None:
     """Raise ParamError if an IPv6 address names an interface, which has another name at peers."""
-    rule = "an address with a scope (%) is link-local, which is not supported; give another address of that host"
-    check_rule("%" not in text, f"{name}: {text!r}: {rule}")
+    rule = "an address with a scope (%) is link-local, which is not supported"
+    instead = "give that host's IPv4, global or unique local (fd...) address"
+    check_rule("%" not in text, f"{name}: {text!r}: {rule}; {instead}")
 
 
 def is_loopback(host: str) -> bool:
@@ -221,6 +222,17 @@ def clean(text: str, most: int = 4096) -> str:
 def is_digits(text: str) -> bool:
     """Return True for 1 to 20 ASCII digits, as many as a uint64 can have."""
     return text.isascii() and text.isdigit() and len(text) <= 20
+
+
+def temporary_folder() -> str:
+    """Return the folder of temporary files. FileNotFoundError names those tried, and TMPDIR, if none can be written."""
+    import tempfile
+
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError as error:
+        text = f"{error.strerror}; set TMPDIR to a folder that this process may write"
+        raise FileNotFoundError(error.errno, text) from None
 
 
 def check_rule(condition: object, text: str) -> None:

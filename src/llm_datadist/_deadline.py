@@ -24,6 +24,7 @@ _NS_PER_MS: Final = 1_000_000
 _SHORTEST_POLL_S: Final = 0.0005
 _LONGEST_POLL_S: Final = 0.02
 _LONGEST_TURN_S: Final = 0.05
+_ADVICE: Final = "raise sync_kv_timeout or the call's timeout if the work is that large"
 
 
 class Deadline:
@@ -105,13 +106,12 @@ class Deadline:
             if self.expired():
                 return False
 
-    def error(self, what: str, phase: str, peer: int | None = None) -> DeadlineExceeded:
+    def error(self, what: str, phase: str, peer: int | None = None, *, advice: str = _ADVICE) -> DeadlineExceeded:
         elapsed = self.elapsed_ms()
         when = f"(phase {phase}, {elapsed:.0f} ms elapsed)"
         if self.was_cancelled():
             text = f"{what}: cancelled by its caller {when}"
         else:
-            advice = "raise sync_kv_timeout or the call's timeout if the work is that large"
             text = f"{what}: no answer within {self.budget_ms} ms {when}; {advice}"
         return DeadlineExceeded(text, phase=phase, budget_ms=self.budget_ms, elapsed_ms=elapsed, peer=peer)
 

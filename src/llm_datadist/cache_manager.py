@@ -5,10 +5,10 @@ A method checks its arguments, then performs the work; its awaited form has the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llm_datadist._cache.geometry import CacheKind, Geometry
-from llm_datadist._checks import check_int, check_rule, check_type, check_uint64
+from llm_datadist._checks import check_int, check_list, check_rule, check_type, check_uint64
 from llm_datadist._links.messages import MAX_READERS
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.plan import NONCE_BYTES
@@ -24,6 +24,7 @@ from llm_datadist._transfer.calls import (
 )
 from llm_datadist._transfer.checksum import digest_blocks
 from llm_datadist._transfer.grants import check_token, claim_grant, release_grant
+from llm_datadist._transfer.tensors import describe
 from llm_datadist.errors import NotLinked
 from llm_datadist.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex, Placement
 
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
     from llm_datadist._transfer.calls import Config
     from llm_datadist._transfer.layerwise import CacheTask
+    from llm_datadist._transfer.tensors import GivenTensors
     from llm_datadist.types import CacheDesc, LayerSynchronizer, MemInfo
-    from llm_datadist.types.descriptors import BlockNumbers
+    from llm_datadist.types.descriptors import Block, BlockNumbers, Several, To
     from llm_datadist.types.grant import Grant
 
 
@@ -185,17 +187,57 @@ class CacheManager(EngineUser):
         given["granted_only"] = granted_only
         return self._register("register_blocks_cache", CacheKind.BLOCKS, given, remote_accessible)
 
-    def _register(self, call: str, kind: CacheKind, given: dict[str, object], remote_accessible: bool | None) -> Cache:
+    def register_tensors(
+        self,
+        tensors: GivenTensors,
+        key: BlocksCacheKey | CacheKey | list[CacheKey] | tuple[CacheKey, ...] | None = None,
+        *,
+        blocks: bool | None = None,
+        placement: Placement | None = None,
+        remote_accessible: bool | None = None,
+        granted_only: bool = False,
+    ) -> Cache:
+        """Register torch tensors or NumPy arrays as :meth:`register_blocks_cache` or :meth:`register_cache`.
+
+        An extension. The cache keeps the tensors until :meth:`unregister_cache` or ``finalize`` has ended the last use.
+
+        Args:
+            tensors: List or tuple, one for each K or V of a layer; ``shape[0]`` counts blocks or rows. All are torch
+                tensors or all arrays, contiguous, of one shape, type and device, and share no memory.
+            key: BlocksCacheKey of a blocks cache; of a continuous one CacheKey, or a list, whose key i names row i.
+            blocks: Kind of a cache without key. Default: None, a blocks cache.
+            placement: Default: None, HOST for tensors of the host if the instance has a GPU, else DEVICE.
+
+        Raises:
+            TypeError: Not a list or tuple, or ``tensors[i]`` is neither tensor nor array.
+            ParamError: ``tensors[i]`` breaks a rule, or another argument does not suit the tensors or the key.
+
+        Example: ``register_tensors([half for kv in layers for half in (kv[0], kv[1])], BlocksCacheKey(1))``
+        """
+        paged = isinstance(key, BlocksCacheKey) or (key is None and blocks is not False)
+        fits = blocks is None or check_type("blocks", blocks, bool) is paged
+        check_rule(fits, f"blocks={blocks}: the key means the other kind of cache; leave blocks out")
+        check_rule(paged or granted_only is not True, "granted_only=True: only for a blocks cache")
+        rows = [key] if isinstance(key, CacheKey) else () if key is None else key
+        keys = key if paged else check_list("key", rows, CacheKey)
+        desc, found = describe(tensors, placement, self._engine.caches.device.ordinal)
+        given = {"cache_desc": desc, "addrs": [each.address for each in found]}
+        given |= {"blocks_cache_key" if paged else "cache_keys": keys, "granted_only": granted_only}
+        return self._register("register_tensors", CacheKind(paged), given, remote_accessible, found)
+
+    def _register(
+        self, call: str, kind: CacheKind, given: dict[str, Any], remote_accessible: bool | None, found: object = None
+    ) -> Cache:
         engine = self._engine
         cache_desc, addresses, keys, *only = check(ARGUMENTS, **given)
         accessible = arguments.check_accessible(remote_accessible, linked=engine.links.communicators.called)
         geometry = Geometry.of(cache_desc, kind)
         arguments.check_addresses(addresses, geometry)
-        arguments.check_key_count(keys, geometry)
+        arguments.check_key_count(keys, geometry, "key" if found else "cache_keys")
+        name, access = "tensors" if found else "addrs", {"remote_accessible": accessible, "granted_only": any(only)}
         with engine.meters.span(call, "%r keys=%s", cache_desc, keys):
-            entry = engine.caches.register(
-                geometry, addresses, keys, remote_accessible=accessible, granted_only=any(only)
-            )
+            entry = engine.caches.register(geometry, addresses, keys, name, **access)
+        entry.kept = found
         return calls.new_handle(engine, entry, cache_desc)
 
     def unregister_cache(self, cache_id: int) -> None:
@@ -259,7 +301,7 @@ class CacheManager(EngineUser):
 
     copy_cache_async = awaited(copy_cache)
 
-    def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
+    def copy_blocks(self, cache: Cache, copy_block_info: dict[Block, Several]) -> None:
         """Copy blocks inside a blocks cache: ``{src_block: [dst_block, ...]}``, in order (interface R26).
 
         Raises:
@@ -271,7 +313,7 @@ class CacheManager(EngineUser):
 
     copy_blocks_async = awaited(copy_blocks)
 
-    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[int, int]) -> None:
+    def swap_blocks(self, src_cache: Cache, dst_cache: Cache, src_to_dst: dict[Block, To]) -> None:
         """Copy blocks between a device and a host blocks cache: ``{src_block: dst_block}``, in order.
 
         At most four threads copy, without a time limit (interface R10).
@@ -361,8 +403,8 @@ class CacheManager(EngineUser):
         Args:
             src_cache_key: Peer cache or row; its cluster id selects the link. With a grant also its blocks cache by id,
                 with batch index 0.
-            src_blocks: Peer block numbers, only with a BlocksCacheKey or a grant; list, tuple or (extension) 1-D
-                integer array.
+            src_blocks: Peer block numbers, only with a BlocksCacheKey or a grant; list, tuple, range, or (extension) a
+                1-D integer array or CPU tensor.
             dst_blocks: Local block numbers.
             src_layer_range, dst_layer_range, tensor_num_per_layer: As in :meth:`pull_cache`.
             grant: Permission for these blocks; the pull fails if it ends before the last byte. An extension.

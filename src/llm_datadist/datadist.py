@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 from weakref import WeakSet
 
 from llm_datadist._checks import (
+    HERE,
     check_callable,
     check_enabled,
     check_int,
@@ -154,7 +155,7 @@ class LLMDataDist:
             engine_type, manager_type = _import_late(parsed)
             engine = engine_type(self._cluster_id, parsed, self._device)
             life.manager = manager_type(engine)
-            life.engine = engine
+            life.engine, life.owner = engine, HERE["pid"]
             with Life.all_lock:
                 Life.all.append(self)
                 LLMDataDist.llm_engine_instance = self
@@ -207,7 +208,7 @@ class LLMDataDist:
         Returns:
             ``(status, statuses)``: SUCCESS or the last failing cluster's, and one each with its ``error`` (extension):
                 ``LLM_ALREADY_LINK``, ``LLM_TIMEOUT``, ``LLM_LINK_FAILED`` (unreachable, refused, another id),
-                ``LLM_PARAM_INVALID`` (not one remote ip, RCA differs).
+                ``LLM_PARAM_INVALID`` (no cluster, not one remote ip, RCA differs).
 
         Raises:
             ParamError: A cluster without local ip.
@@ -237,6 +238,7 @@ class LLMDataDist:
             ParamError: ``address`` has another form, or port 0.
             AlreadyLinked, LinkError, DeadlineExceeded, LLMException: As the statuses of :meth:`link_clusters`.
         """
+        self._life.require_engine("connect")
         host, port = parse_listen_ip_info(address, "address")
         check_rule(port, f"address: {address!r} has port 0: name the one where the peer listens")
         cluster = LLMClusterInfo()
@@ -617,6 +619,7 @@ class Life:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.manager: CacheManager | KvCacheManager | None = None
+        self.owner: int | None = None  # process of the last init, until its finalize
         #: At most one. No lock: user code runs meanwhile, as loggers, devices and callbacks of lost peers.
         self.changes: dict[None, tuple[str, int, threading.Event]] = {}  # call, thread, whether it is over
         Life.known.add(self)
@@ -645,12 +648,18 @@ class Life:
 
     def require_engine(self, call: str) -> Engine:
         if (engine := self.engine) is None:
-            raise _not_initialized(call)
+            raise self.missing(call)
         return engine
+
+    def missing(self, call: str, why: str = "this LLMDataDist is not initialized; call init first") -> NotInitialized:
+        """Return the error of a call before ``init``, after ``finalize``, or in a forked child."""
+        if self.owner not in (None, HERE["pid"]):
+            why = f"it belongs to process {self.owner}, of which this one is a fork; call it there, or init one here"
+        return NotInitialized(f"{call}: {why}")
 
     def require_manager(self, kind: type[Manager], call: str, other: str) -> Manager:
         if (manager := self.manager) is None:
-            raise _not_initialized(call)
+            raise self.missing(call)
         if isinstance(manager, kind):
             return manager
         raise _wrong_mode(
@@ -686,7 +695,7 @@ def _tear_down(instance: LLMDataDist, waits: bool) -> None:
     with life.changing("finalize", waits=waits) as begun:
         if not begun or (engine := life.engine) is None:
             return
-        life.engine = life.manager = None
+        life.engine = life.manager = life.owner = None
         with Life.all_lock:
             Life.all.remove(instance)
             if LLMDataDist.llm_engine_instance is instance:
@@ -743,10 +752,6 @@ def _import_late(options: Options) -> tuple[type[Engine], type[CacheManager | Kv
     # ImportError: no address space for a shared object. SystemError: the interpreter lost a MemoryError.
     except (OSError, ImportError, SystemError) as error:
         raise LLMException(f"init: {error}", status_code=LLMStatusCode.LLM_FAILED) from error
-
-
-def _not_initialized(call: str) -> NotInitialized:
-    return NotInitialized(f"{call}: this LLMDataDist is not initialized; call init first")
 
 
 def _wrong_mode(text: str) -> StateError:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_int32, check_rule, check_type
-from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import public_calls, whole
 from llm_datadist._transfer import arguments, calls
 from llm_datadist._transfer.arguments import ARGUMENTS, check, layer_selection
@@ -19,12 +18,11 @@ from llm_datadist.types import BlocksCacheKey, CacheDesc, CacheKey, CacheKeyById
 from llm_datadist.views import host_tensors
 
 if TYPE_CHECKING:
-    from llm_datadist._native import BlockList
     from llm_datadist._transfer.arguments import Bindings, Rules
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.layerwise import CacheTask
     from llm_datadist.types import Cache, LayerSynchronizer, TransferConfig
-    from llm_datadist.types.descriptors import BlockNumbers
+    from llm_datadist.types.descriptors import Block, BlockNumbers, Several, To
 
 
 def _device_cache(name: str, value: object) -> Cache:
@@ -40,15 +38,11 @@ def _require_device(name: str, desc: CacheDesc) -> None:
     )
 
 
-def _block_list(name: str, value: object) -> BlockList:
-    return parse_blocks(name, check_type(name, value, list))
-
-
-#: v1's differences: handles are KvCaches on the device, block numbers are lists.
+#: v1's differences: handles are KvCaches on the device.
 _ARGUMENTS: Final[Rules] = {
     **ARGUMENTS,
     **dict.fromkeys(("cache", "src_cache", "kv_cache", "decoder_kv_cache", "dst", "src"), _device_cache),
-    **dict.fromkeys(("prompt_blocks", "decoder_blocks"), _block_list),
+    **dict.fromkeys(("prompt_blocks", "decoder_blocks"), ARGUMENTS["src_blocks"]),
 }
 
 
@@ -164,12 +158,12 @@ class KvCacheManager(EngineUser):
         with v1_codes():
             self._perform(calls.copy_cache(self._engine, _ARGUMENTS, req_id, **rows, offset=offset, size=size))
 
-    def copy_blocks(self, cache: KvCache, copy_block_info: dict[int, list[int]]) -> None:
+    def copy_blocks(self, cache: KvCache, copy_block_info: dict[Block, Several]) -> None:
         """Copy blocks inside a blocks cache, as v2: ``{src_block: [dst_block, ...]}``, in order."""
         with v1_codes():
             self._perform(calls.copy_blocks(self._engine, _ARGUMENTS, cache, copy_block_info))
 
-    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[int, int]) -> None:
+    def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: dict[Block, To]) -> None:
         """Copy blocks between device and host memory, as v2: ``{src_block: dst_block}``, in order.
 
         ``KvCache.create_cpu_cache`` makes the host side. A row of a continuous cache counts as a block.
@@ -240,8 +234,8 @@ class KvCacheManager(EngineUser):
         self,
         prompt_cache_key: BlocksCacheKey,
         decoder_kv_cache: KvCache,
-        prompt_blocks: list[int],
-        decoder_blocks: list[int],
+        prompt_blocks: BlockNumbers,
+        decoder_blocks: BlockNumbers,
         *,
         src_layer_range: range | None = None,
         dst_layer_range: range | None = None,

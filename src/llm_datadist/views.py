@@ -15,17 +15,13 @@ from llm_datadist._checks import check_type
 from llm_datadist._memory.segment import Segment, view_of
 from llm_datadist._native import NO_DEADLINE, Plan, Tensors, execute, plan_row
 from llm_datadist.errors import LLMException, LLMStatusCode, ParamError
-from llm_datadist.types import Cache, CacheDesc, DataType
-from llm_datadist.types.data_type import dtype_to_np_dtype
+from llm_datadist.types import Cache, CacheDesc
+from llm_datadist.types.data_type import numpy_type, torch_type
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["numpy_type", "tensor_views", "torch_views"]
-
-# NumPy has no bfloat16: its bits as uint16. Text has no array type.
-_NUMPY = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
-del _NUMPY[DataType.DT_STRING]
 
 
 def tensor_views(cache: Cache) -> list[np.ndarray[Any, np.dtype[Any]]]:
@@ -75,13 +71,6 @@ def _checked(cache: Cache) -> tuple[Storage | None, CacheDesc, type[np.generic]]
     return storage, desc, dtype
 
 
-def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
-    """Return the NumPy type of an element type; ParamError naming ``name`` for text."""
-    if (dtype := _NUMPY.get(data_type)) is None:
-        raise ParamError(f"{name}={data_type.name}: NumPy has no such element type")
-    return dtype
-
-
 def torch_views(cache: Cache) -> list[torch.Tensor]:
     """Return one torch tensor per tensor of ``cache``, over its memory; of a cache in a GPU, CUDA tensors.
 
@@ -92,22 +81,17 @@ def torch_views(cache: Cache) -> list[torch.Tensor]:
     try:
         import torch
     except ImportError as error:
-        raise LLMException(
-            "torch_views needs torch: install it, or use tensor_views",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        ) from error
-    storage, desc, dtype = _checked(cache)
+        text = "torch_views needs torch: install it, or use tensor_views"
+        raise LLMException(text, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED) from error
+    storage, desc, _ = _checked(cache)
+    kind = torch_type("cache_desc.data_type", desc.data_type)
     if storage is not None and (device := storage.tensors.place.device) >= 0:
-        bf16 = desc.data_type is DataType.DT_BF16
-        kind = torch.bfloat16 if bf16 else torch.from_numpy(np.empty(0, dtype)).dtype
         kept = [segment.keep() for segment in storage.segments]
         shown = [_CudaBytes(address, desc.size, kept) for address in cache.tensor_addrs]
-        return [torch.as_tensor(each, device=f"cuda:{device}").view(kind).reshape(desc.shape) for each in shown]
-    views = tensor_views(cache)
-    if cache.cache_desc.data_type is DataType.DT_BF16:
-        # Through int16: older torch versions do not take uint16 from NumPy.
-        return [torch.from_numpy(view.view(np.int16)).view(torch.bfloat16) for view in views]
-    return [torch.from_numpy(view) for view in views]
+        raw = [torch.as_tensor(each, device=f"cuda:{device}") for each in shown]
+    else:
+        raw = [torch.from_numpy(view.reshape(-1).view(np.uint8)) for view in tensor_views(cache)]
+    return [each.view(kind).reshape(desc.shape) for each in raw]
 
 
 class _CudaBytes:

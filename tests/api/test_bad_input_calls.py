@@ -1,8 +1,9 @@
 """Bad input to every call of CacheManager and LLMDataDist: one table per call (interface §3, §6, R1)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from llm_datadist import (
@@ -19,17 +20,20 @@ from llm_datadist import (
     MemInfo,
     Memtype,
     Placement,
+    TransferWithCacheKeyConfig,
     config,
 )
 from llm_datadist.errors import NotInitialized
 from tests.support import refusals
+from tests.support.layers import Always
 from tests.support.linking import free_port, info, link, unlink
 from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Spec as CacheSpec
 from tests.support.moves import Use, make
 from tests.support.pairs import Pair, pair_of
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, UNLINKED, Spec, Table, bad, each, integer, no_op
-from tests.support.world import World, fill, residue, settled, small_pool
+from tests.support.tensors import Tensor
+from tests.support.world import World, fill, read, residue, settled, small_pool
 
 # --- the scene of the tables: two linked ends full of caches, made once per file: no row changes it ---
 #: The prompt's caches by id, in the order of making: all of one pool, rows of 32 bytes unless the name says otherwise.
@@ -453,6 +457,175 @@ WITHOUT_ACCESS: Final = [
     bad(RULE, "enable_remote_cache_accessible", **changes)
     for changes in ({}, {"dst_cache_key": None, "src_cache": None}, {"dst_cache_key": BLOCKS_AWAY})
 ]
+
+# --- values that no argument of these kinds may have, as users pass them by mistake -----------------------------------
+NAN: Final = float("nan")
+#: Block numbers, of which two are wanted in caches of six.
+ODD_LISTS: Final = Spec(
+    (
+        b"\0\5",
+        "\0\5",
+        "\uff10\uff15",
+        bytearray(2),
+        frozenset({0, 5}),
+        {0: 5}.keys(),
+        iter([0, 5]),
+        (each for each in (0, 5)),
+        NAN,
+    ),
+    (TYPE, "{} is a 2-D int64 array", np.zeros((1, 2), np.int64)),
+    (TYPE, "{} is a 1-D bool array", np.ones(2, np.bool_), Tensor([True, False])),
+    (TYPE, "{} is a 1-D float64 array", np.array([0, NAN]), Tensor([0.0, 5.0])),
+    (TYPE, "{} is a torch.int64 tensor on cuda:0", Tensor([0, 5], "cuda:0")),
+    (TYPE, "{}[1] is ", [0, NAN], (0, "\0"), [0, b"5"], [0, np.float32(5)], [0, np.ones((2, 2))], [0, Tensor(5.0)]),
+    (RULE, "{}[1] is ", [0, 2**63], (0, 2**70), np.array([0, -1]), np.array([0, 2**63], np.uint64), Tensor([0, -1])),
+    (RULE, "{} is range(", range(-2, 0), range(1, -2, -2), range(2**70), range(2**40)),
+)
+#: Millions of entries: none of the blocks after the sixth is there.
+MILLIONS: Final = (range(2_000_000), np.arange(2_000_000))
+ODD_NUMBERS: Final = Spec(
+    (NAN, "é", "\0", b"1", {1}, [1], iter([1]), np.zeros((1, 1), np.int64), np.ones(2, np.bool_), 1.0),
+    (RULE, str(2**70), 2**70),
+    (RULE, str(-(2**70)), -(2**70)),
+)
+TWO: Final = {"src_blocks": ODD_LISTS, "dst_blocks": ODD_LISTS}
+ALL_LAYERS: Final = TransferWithCacheKeyConfig(blocks_of(), range(2), range(2))
+
+
+def of_values(lists: Spec, name: str) -> list[refusals.Row]:
+    """Rows of a dict of whose lists one is odd."""
+    rows = lists.rows(f"{name}[0]")
+    return [refusals.Row({name: {0: value}}, row.kind, row.texts) for row in rows for value in row.changes.values()]
+
+
+ODD: Final = (
+    Table(
+        "cm.pull_blocks", PULL_BLOCKS.good, TWO, *each(RULE, "equal lengths", src_blocks=MILLIONS, dst_blocks=MILLIONS)
+    ),
+    Table(
+        "cm.push_blocks", PUSH_BLOCKS.good, TWO, *each(RULE, "equal lengths", src_blocks=MILLIONS, dst_blocks=MILLIONS)
+    ),
+    Table(
+        "cm.transfer_cache_async",
+        {
+            "src_cache": Use("paged"),
+            "layer_synchronizer": Always(),
+            "transfer_configs": [ALL_LAYERS],
+            "src_block_indices": [0, 5],
+            "dst_block_indices": [3, 1],
+        },
+        {
+            "transfer_configs": Spec((ALL_LAYERS, {0: ALL_LAYERS}), (RULE, "{} is empty", [], ())),
+            "src_block_indices": Spec(ODD_LISTS.wrong, *ODD_LISTS.inner, none_ok=True),
+            "dst_block_indices": Spec(ODD_LISTS.wrong, *ODD_LISTS.inner, none_ok=True),
+        },
+        *each(RULE, "equal lengths", src_block_indices=MILLIONS),
+    ),
+    Table(
+        "cm.digest_blocks",
+        {"cache": Use("paged"), "blocks": [0, 5], "nonce": bytes(16)},
+        {"cache": PAGED, "blocks": ODD_LISTS, "nonce": Spec(("\0" * 16, 16), (RULE, "{}: 15", bytes(15)))},
+        *each(RULE, "{}", blocks=[*MILLIONS, [6], range(6, 5, -1)]),
+    ),
+    Table(
+        "cache.grant",
+        {"cache": Use("paged"), "blocks": [0, 5], "ttl": 60.0},
+        {"blocks": ODD_LISTS},
+        *each(RULE, "{}", blocks=[*MILLIONS, [], range(0), np.array([], np.int32)], ttl=[0, -1.0, NAN, None]),
+        *each(TYPE, "{}", ttl=["60", [60]]),
+    ),
+    Table(
+        "cm.copy_blocks",
+        {"cache": Use("paged"), "copy_block_info": {0: [1, 2]}},
+        {},
+        *of_values(Spec(ODD_LISTS.wrong, *ODD_LISTS.inner[:4]), "copy_block_info"),
+        *each(RULE, "{}[0][6]=6: cache has 6 blocks", copy_block_info=[{0: each} for each in MILLIONS]),
+        *each(TYPE, "key of {}", copy_block_info=[{NAN: [1]}, {"é": [1]}, {b"0": [1]}, {Tensor(0.5): [1]}]),
+        *each(RULE, "{}", copy_block_info=[{0: [2**70]}, {2**70: [1]}, {0: (1, -1)}, {np.int64(-1): range(1)}]),
+        bad(RULE, "copy_block_info[3][0]=7: cache has 6", copy_block_info={1: [5], np.int64(3): Tensor([7])}),
+        no_op(copy_block_info={3: range(3, 4), 4: (4,), np.int32(5): np.array([5]), Tensor(1): Tensor([1])}),
+        no_op(copy_block_info={3: [3] * 1000}),
+        no_op(copy_block_info={3: range(0), 4: ()}),
+    ),
+    Table(
+        "cm.swap_blocks",
+        {"src_cache": Use("paged"), "dst_cache": Use("host"), "src_to_dst": {0: 0}},
+        {"src_cache": CACHE, "dst_cache": CACHE},
+        *each(
+            TYPE,
+            "{}[0]",
+            src_to_dst=[{0: each} for each in (NAN, "0", "\0", b"0", (0,), [0], {0}, np.ones(1), Tensor(0.5))],
+        ),
+        *each(TYPE, "key of {}", src_to_dst=[{each: 0} for each in (NAN, "0", "é", b"0", (0,), Tensor(0.5))]),
+        *each(TYPE, "{}", src_to_dst=[[0], {0}, iter({0: 0}), range(1), np.zeros((2, 2), np.int64)]),
+        *each(RULE, "{}[0]: ", src_to_dst=[{0: each} for each in (-1, 2**63, 2**70, np.int64(-1), Tensor(-1))]),
+        *each(RULE, "key of {}: ", src_to_dst=[{each: 0} for each in (-1, 2**63, 2**70, np.int64(6), Tensor(6))]),
+        bad(RULE, "src_to_dst[5]=999: dst_cache has 8 blocks", src_to_dst={2: 1, 5: 999}),
+        bad(RULE, "key of src_to_dst: 6: src_cache has 6", src_to_dst=dict.fromkeys(range(1_000_000), 1)),
+        no_op(src_to_dst={}),
+    ),
+    Table(
+        "cm.copy_cache",
+        {"dst": Use("more rows"), "src": Use("rows")},
+        dict.fromkeys(("dst_batch_index", "src_batch_index", "offset", "size"), ODD_NUMBERS),
+        *each(TYPE, "{}", req_id=[NAN, "é", {1}]),
+    ),
+    Table("cm.pull_cache", PULL_CACHE.good, {"batch_index": ODD_NUMBERS, "size": ODD_NUMBERS}),
+    Table("cm.push_cache", PUSH_CACHE.good, {"src_batch_index": ODD_NUMBERS}),
+    Table("cm.unregister_cache", {"cache_id": 99}, {"cache_id": ODD_NUMBERS}),
+    Table("cm.claim_grant", {"cluster_id": 1, "token": bytes(16)}, {"cluster_id": ODD_NUMBERS, "readers": ODD_NUMBERS}),
+    Table("cm.release_grant", {"cluster_id": 1, "token": bytes(16)}, {"cluster_id": ODD_NUMBERS}),
+)
+
+
+@pytest.mark.parametrize("table", ODD, ids=lambda table: table.call)
+def test_r01_odd_input_of_every_kind_is_refused_or_without_effect(fresh_scene: Pair, table: Table) -> None:
+    """Handles of another instance, finalized managers: test_lifecycle_api.py. Forked children: test_forked_child.py."""
+    refusals.refuse((fresh_scene.decoder, fresh_scene.prompt), table)
+
+
+#: Two block numbers in each form that every call takes.
+FORMS: Final[dict[str, Callable[[int, int], Any]]] = {
+    "tuple": lambda first, second: (first, second),
+    "range": lambda first, second: range(first, 2 * second - first, second - first),
+    "int64": lambda *blocks: np.array(blocks),
+    "uint8, strided": lambda first, second: np.array([second, 0, first], np.uint8)[::-2],
+    "integers of NumPy": lambda *blocks: list(map(np.int16, blocks)),
+    "tensor": lambda *blocks: Tensor(blocks),
+    "int32 tensor": lambda *blocks: Tensor(np.array(blocks, np.int32)),
+    "tensors": lambda *blocks: tuple(map(Tensor, blocks)),
+}
+
+
+def use_everywhere(world: World, form: Callable[[int, int], Any]) -> list[Any]:
+    """Use lists of blocks in every call; return what the calls return."""
+    cm, paged, there = world.cm, world.caches["paged"], blocks_of()
+    cm.pull_blocks(there, paged, form(0, 5), form(3, 1))
+    cm.push_blocks(there, paged, form(3, 2), dst_blocks=form(4, 0))
+    cm.copy_blocks(paged, {2: form(0, 5)})
+    cm.copy_blocks(paged, dict(zip(form(1, 0), [form(4, 3), form(2, 4)], strict=True)))
+    cm.swap_blocks(paged, world.caches["host"], dict(zip(form(0, 3), form(7, 1), strict=True)))
+    task = cm.transfer_cache_async(paged, Always(), [ALL_LAYERS], form(5, 2), form(1, 3))
+    assert task.synchronize() is OK
+    given = paged.grant(form(4, 1), 60.0)
+    given.revoke()
+    return [list(given.blocks), cm.digest_blocks(paged, form(2, 0), bytes(16)).tolist()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_call_takes_blocks_in_every_form(fresh_scene: Pair, form: str) -> None:
+    worlds: list[World] = [end.do(lambda world: world) for end in (fresh_scene.decoder, fresh_scene.prompt)]
+
+    def left(blocks: Callable[[int, int], Any]) -> tuple[list[Any], list[bytes]]:
+        for world in worlds:
+            for seed, name in enumerate(name for name in ("paged", "host") if name in world.caches):
+                fill(world.caches[name], seed)
+        said = use_everywhere(worlds[0], blocks)
+        caches = [world.caches[name] for world in worlds for name in ("paged", "host") if name in world.caches]
+        return said, [tensor.tobytes() for cache in caches for tensor in read(cache)]
+
+    assert left(FORMS[form]) == left(lambda *blocks: list(blocks))
+
 
 # --- links of style A: what is raised; what is returned is in test_bad_input_calls.py -----------------------------
 LINK: Final = {"clusters": CLUSTERS, "timeout": integer(1, 2**31 - 1, -1, -(2**31) - 1)}

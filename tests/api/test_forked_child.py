@@ -22,6 +22,7 @@ from llm_datadist import (
     DataType,
     LLMDataDist,
     LLMRole,
+    LLMStatusCode,
     NotInitialized,
     TransferConfig,
     cpp_api,
@@ -58,6 +59,7 @@ PLAIN: Final = {
     "TransferConfig": "a destination",
     "TransferWithCacheKeyConfig": "a destination",
     "Status": "a status",
+    "PeerLink": "its calls are those of its LLMDataDist",
 }
 _WITH: Final = ("__exit__",)
 #: Members of other classes that read values, and why the last does not need a check.
@@ -264,8 +266,8 @@ def fork_in_init(world: World) -> list[object]:
 
     def pools(_: World) -> int:
         signal.alarm(20)
-        with pytest.raises(NotInitialized):
-            datadist.statistics()
+        with pytest.raises(NotInitialized, match="this LLMDataDist is not initialized; call init first"):
+            datadist.statistics()  # the parent's init has not ended
         datadist.init(make_config(**small_pool()))
         return len(datadist.statistics().pools)
 
@@ -277,6 +279,42 @@ def fork_in_init(world: World) -> list[object]:
     found = len(datadist.statistics().pools)
     datadist.finalize()
     return [outcome, found]
+
+
+def test_a_child_is_told_whose_the_instance_is_until_it_inits_it(forker: ChildEnd) -> None:
+    fork = "it belongs to process PID, of which this one is a fork; call it there, or init one here"
+    over = "is not initialized; call init first"
+    assert forker.do(calls_in_child) == [
+        f"statistics: {fork}",
+        f"DeallocateCache: {fork}",
+        f"statistics: this LLMDataDist {over}",
+    ]
+
+
+def calls_in_child(world: World) -> list[str]:
+    world.start("MIX", 1, make_config(**small_pool()), None)
+    other = cpp_api.LlmDataDist(2, cpp_api.LlmRole.kMix)
+    assert other.Initialize({cpp_api.OPTION_DEVICE_ID: "0"}) is LLMStatusCode.LLM_SUCCESS
+
+    def said(_: World) -> list[str]:
+        texts = []
+        for again in (False, True):
+            if again:
+                world.dd.init(make_config(**small_pool()))
+                world.dd.finalize()
+            with pytest.raises(NotInitialized) as caught:
+                world.dd.statistics()
+            texts.append(str(caught.value))
+            if not again:
+                other.DeallocateCache(1)
+                texts.append(str(other.last_error))
+        return texts
+
+    kind, text = in_child(world, said)
+    assert kind == "returned", text
+    other.Finalize()
+    world.dd.finalize()
+    return [each.replace(str(os.getpid()), "PID") for each in ast.literal_eval(text)]
 
 
 def test_a_lock_of_a_module_that_a_thread_holds_at_a_fork_is_free_in_the_child(forker: ChildEnd) -> None:

@@ -184,7 +184,10 @@ def test_r07_after_a_timeout_over_lanes_the_link_goes_on(tcp_pair: Pair) -> None
         # The answer is known from now on.
         wait_until(partial(moves.in_time, decoder, call, method, BLOCKS, Use("kv"), [0], [0]))
         source, target, sent = (prompt, decoder, theirs) if method == "pull_blocks" else (decoder, prompt, ours)
-        with frozen(prompt), pytest.raises(DeadlineExceeded) as caught:
+        named = (
+            "pull_blocks from cluster 1 .*: read " if method == "pull_blocks" else "push_blocks to cluster 1 .*: write "
+        )
+        with frozen(prompt), pytest.raises(DeadlineExceeded, match=f"^{named}") as caught:
             decoder.do(call, method, BLOCKS, Use("kv"), [0, 1, 2, 3], [3, 2, 1, 0])
         assert (caught.value.status_code, caught.value.phase) == (LLMStatusCode.LLM_TIMEOUT, "copy")
         wait_until(partial(moves.in_time, decoder, call, method, BLOCKS, Use("kv"), [2], [1]))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from faults.gated import gated_call
 from faults.gates import Gate
-from faults.strangers import Stranger, silent_port
+from faults.strangers import Stranger, full_port, silent_port
 from llm_datadist import CacheKey, LLMClusterInfo, LLMRole, LLMStatusCode, cpp_api, errors
 from llm_datadist.cpp_api import arguments as cpp_arguments
 from llm_datadist.errors import LinkError, LinkRefused, LLMException, NotLinked, ParamError, PeerLost, StateError
@@ -194,6 +195,7 @@ def test_the_name_of_a_host_is_looked_up_in_a_thread_in_time(local_pair: Pair, m
             overall, (code,) = decoder.do(link, [info(1, prompt.port, ip=name)], 500)
             assert (overall, code, type(code.error)) == (status, status, kind)
             assert text in str(code.error)
+        assert str(TIMEOUT.error).endswith("; give an address, or a larger timeout")
         for name in ("localhost", "prefill.test"):
             clusters = [info(9, prompt.port, ip="slow.test"), info(1, prompt.port, ip=name)]
             assert decoder.do(link, clusters, 2000) == (TIMEOUT, [TIMEOUT, OK])
@@ -202,6 +204,46 @@ def test_the_name_of_a_host_is_looked_up_in_a_thread_in_time(local_pair: Pair, m
             linking.alone(prompt, decoder)
     finally:
         answer.set()
+
+
+@contextmanager
+def web_server() -> Iterator[int]:
+    """A server of HTTP, which waits for the end of a request's line."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_an_empty_list_of_clusters_has_its_reason(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:
+    end.start("MIX", 1)
+    text = "clusters is empty: at least one LLMClusterInfo is needed"
+    for function, name in ((link, "link_clusters"), (unlink, "unlink_clusters")):
+        errors.link_failures.set({})
+        assert end.do(function, []) == (INVALID, [])
+        assert (type(INVALID.error), str(INVALID.error)) == (ParamError, text)
+        assert caplog.messages[-1] == f"{name}: {text}"
+
+
+def test_a_link_out_of_time_says_what_is_known_of_the_address_and_which_argument_to_raise(end: LocalEnd) -> None:
+    end.start("DECODER", 2)
+    with silent_port() as silent, full_port() as full, web_server() as web:
+        known = {
+            full: ("phase connect", "nothing answers at that address: an absent host, or a firewall"),
+            silent: (
+                "phase handshake",
+                "something there accepts connections, and says nothing: another program, or a ",
+            ),
+            web: ("phase handshake", "another program, or a stopped peer"),
+        }
+        for port, texts in known.items():
+            assert end.do(link, [info(1, port)], 300) == (TIMEOUT, [TIMEOUT])
+            said = str(TIMEOUT.error)
+            assert [text for text in texts if text not in said] == [], said
+            assert said.endswith("; raise the argument timeout only for a slow peer or network")
+            assert "sync_kv_timeout" not in said
 
 
 def test_r19_more_than_16_clusters_in_one_call_and_the_mute_ones_cost_the_others_nothing(end: LocalEnd) -> None:

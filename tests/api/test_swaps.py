@@ -381,8 +381,8 @@ def test_swap_refuses_what_is_outside_the_memory_that_was_allocated_whatever_the
             ("device", host, DEVICE_BLOCKS, CPU_BLOCKS),
             (host, "device", CPU_BLOCKS, DEVICE_BLOCKS),
         ):
-            rows.append(swap(RULE, src, dst, "sources of src_to_dst", str(end), pairs={0: 0, end: 2}))
-            rows.append(swap(RULE, src, dst, "destinations of src_to_dst", str(other), pairs={2: other}))
+            rows.append(swap(RULE, src, dst, f"key of src_to_dst: {end}: src_cache has", pairs={0: 0, end: 2}))
+            rows.append(swap(RULE, src, dst, f"src_to_dst[2]={other}: dst_cache has", pairs={2: other}))
     refuse_swaps(full, rows)
     shape, before = full.world.caches["device"].cache_desc, full.do(state)
     for dim, was, value in ((0, DEVICE_BLOCKS, 100), (1, 64, 8)):

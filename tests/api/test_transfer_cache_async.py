@@ -432,10 +432,11 @@ def here(pair: Pair) -> World:
 
 
 def started(pair: Pair, *configs: range, **settings: Any) -> Any:
-    """Begin a transfer with a config for each range, return (bytes before, source)."""
+    """Begin a transfer with a config for each range, if any; return (bytes before, source)."""
     pair.start(rca=True, **settings)
     both = make_both(pair.prompt, pair.decoder, KV, KV)
-    pair.decoder.do(begin, "kv", [by_key(pair, each) for each in configs])
+    if configs:
+        pair.decoder.do(begin, "kv", [by_key(pair, each) for each in configs])
     return both
 
 
@@ -465,11 +466,10 @@ def test_r18_r17_the_first_failure_is_what_stopped_the_transfer_wherever_its_con
         ([good, later, by_key(shm_pair, range(1), dst_layers=range(7, 8))], [OK, FAILED, INVALID], "layer 7", 1),
         ([whole, to_cache(whole, 99, 1)], [FAILED, NOT_LINKED], "cluster 99", 1),
         ([whole, last, to_cache(later, 1, 77)], [FAILED, FAILED, MISSING], "id 77", 2),
-        ([], [], "", 2),
     ]
     for configs, results, text, layers in cases:
         result = decoder.do(send, "kv", configs)
-        assert (result.results, result.first) == (results, results[-1] if results else OK)
+        assert (result.results, result.first) == (results, results[-1])
         assert [text in error for error in result.errors] == [each is not OK for each in results]
         same_bytes(received(prompt), spanned(before, source, ROW, [(t, t) for t in range(2 * layers)]))
     bytes_move_both_ways(decoder, prompt)
@@ -708,7 +708,9 @@ NUMBERS = Kind((1, {0}), (TYPE, "{}", [0.5]), (NONE, "{}", [None]), *_RULES, non
 SPECS = {
     "src_cache": Kind((1,), (RULE, "HOST", Use("host")), (RULE, "even", Use("odd"))),
     "layer_synchronizer": Kind((print,)),
-    "transfer_configs": Kind(("x",), (NONE, "{}[0]", [None]), (TYPE, "{}[0]", [1])),
+    "transfer_configs": Kind(
+        ("x",), (NONE, "{}[0]", [None]), (TYPE, "{}[0]", [1]), (RULE, "{} is empty: at least", [], ())
+    ),
     "dst_block_indices": NUMBERS,
 }
 TO_BLOCKS = {"src_block_indices": NUMBERS, "dst_block_memory_size": integer(0, 2**64 - 1, 0, SIZE, none_ok=True)}

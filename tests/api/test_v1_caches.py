@@ -430,7 +430,6 @@ DESCRIPTOR: Final = Spec(
 KEYS: Final = Spec(
     (KEY, {KEY}, "keys"), (TYPE, "{}[1]", [KEY, BLOCKS], [KEY, 7]), (refusals.NONE, "{}[1]", [KEY, None])
 )
-LIST: Final = Spec((*refusals.BLOCK_LIST.wrong, (0, 5), np.zeros(2, np.int64)), *refusals.BLOCK_LIST.inner)
 ROW: Final = integer(0, 2**32 - 1, 6)
 SIZE: Final = Spec(("8", 8.0), (RULE, "must be -1 or above 0", 0, -2), (RULE, "{}", 49, 2**63))
 OFFSET: Final = integer(0, 2**64 - 1, none_ok=True)
@@ -488,8 +487,8 @@ DECODER: Final = (
         {
             "prompt_cache_key": Spec((3, KEY, BY_ID)),
             "decoder_kv_cache": KV_BLOCKS,
-            "prompt_blocks": LIST,
-            "decoder_blocks": LIST,
+            "prompt_blocks": refusals.BLOCK_LIST,
+            "decoder_blocks": refusals.BLOCK_LIST,
             **refusals.LAYERS,
         },
         *each(RULE, "equal lengths", prompt_blocks=[[0]], decoder_blocks=[[0]]),
@@ -683,6 +682,7 @@ def test_a_call_that_cannot_be_links_nothing(end: LocalEnd, prompts: list[LocalE
         assert end.do(link, [clusters[0], bad]) == (INVALID, [FAILED, INVALID])
         assert end.do(links) == {}
     assert end.do(link, []) == (INVALID, [])
+    assert str(INVALID.error) == "clusters is empty: at least one LLMClusterInfo is needed"
     refused = end.do(link, [*clusters, clusters[0]])
     assert refused == (REPEAT, [FAILED, FAILED, REPEAT])
     twice = "clusters[2]: cluster 11 is in the list twice"
@@ -819,9 +819,9 @@ def test_r12_r26_a_row_consumes_its_key_blocks_do_not_both_go_to_addresses(pair:
     theirs = prompt.do(kv_make, "paged", desc(), 3, (), True, BLOCKS)
     mine = decoder.do(kv_make, "paged", desc(rows=6), 4, (), True)
     for _ in range(2):
-        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), [1, 2, 7, 6], [3, 4, 0, 3])
+        decoder.do(kv_call, "pull_blocks", BLOCKS, Use("paged"), (1, 2, 7, 6), np.array([3, 4, 0, 3]))
     of_layers = partial(kv_call, src_layer_range=range(1, 2), dst_layer_range=range(1))
-    decoder.do(of_layers, "pull_blocks", BLOCKS, Use("paged"), [5], [5])
+    decoder.do(of_layers, "pull_blocks", BLOCKS, Use("paged"), range(5, 6), [np.int8(5)])
     mine = moved(moved(mine, theirs, [(3, 1), (4, 2), (0, 7), (3, 6)]), theirs, [(5, 5)], [(0, 2), (1, 3)])
     same_bytes(decoder.do(show, "paged"), mine)
     consumed(pair, 1)

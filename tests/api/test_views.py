@@ -114,11 +114,11 @@ class Shown:
 
 @pytest.mark.gpu(True)
 @pytest.mark.parametrize("memory", ["pool", "private"])
-@pytest.mark.parametrize(("name", "kind"), [("DT_BF16", "bf16"), ("DT_FLOAT16", np.dtype(np.float16))])
+@pytest.mark.parametrize(("name", "kind"), [("DT_BF16", "bf16"), ("DT_FLOAT16", "half")])
 def test_torch_gets_address_bytes_and_type_of_memory_in_a_gpu_which_stays_mapped_as_long_as_a_tensor(
-    end: LocalEnd, memory: str, name: str, kind: object, monkeypatch: pytest.MonkeyPatch
+    end: LocalEnd, memory: str, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch = SimpleNamespace(as_tensor=Shown, bfloat16="bf16", from_numpy=lambda array: array)
+    torch = SimpleNamespace(as_tensor=Shown, bfloat16="bf16", float16="half", dtype=str)
     monkeypatch.setitem(sys.modules, "torch", torch)
     end.start("PROMPT", 1)
     filled = make(end.world, "kv", Spec(2, 4, 24, memory=memory, data_type=DataType[name], dims=(3, 4)), 1)
@@ -157,3 +157,30 @@ def test_torch_views_are_the_memory_itself_and_outlive_finalize(world: World, na
     world.dd.finalize()
     tensors[0][:] = 1
     assert tensors[0].sum(dtype=torch.float32).item() == 24
+
+
+def test_calls_take_block_numbers_as_tensors_of_torch(world: World) -> None:
+    torch = pytest.importorskip("torch", reason="torch is optional: what it gives is looked at, it is not imported")
+    cache = world.cm.allocate_blocks_cache(CacheDesc(2, [8, 16], DataType.DT_INT8))
+    for number, block in enumerate(tensor_views(cache)[0]):
+        block[:] = number
+    wanted = world.cm.digest_blocks(cache, [1, 4], bytes(16))
+    given = [torch.tensor([1, 4]), torch.tensor([1, 4], dtype=torch.uint8), torch.arange(1, 7)[::3]]
+    for blocks in (*given, list(given[0]), torch.nn.Parameter(given[0], requires_grad=False)):
+        np.testing.assert_array_equal(world.cm.digest_blocks(cache, blocks, bytes(16)), wanted)
+    refused = {
+        "float32 array": torch.ones(2),
+        "torch.float32 tensor on cpu": torch.ones(2, requires_grad=True),
+        "1-D bool array": torch.ones(2, dtype=torch.bool),
+        "2-D int64 array": torch.zeros((1, 2), dtype=torch.int64),
+        "0-D int64 array": torch.tensor(1),
+        "torch.int64 tensor on meta": torch.arange(2, device="meta"),
+        "(torch.sparse_coo): must be a dense": torch.arange(2).to_sparse(),
+    }
+    for text, blocks in refused.items():
+        with pytest.raises(TypeError) as caught:
+            world.cm.digest_blocks(cache, blocks, bytes(16))
+        assert str(caught.value).startswith("blocks is a ")
+        assert text in str(caught.value)
+    cache = world.cm.allocate_blocks_cache(CacheDesc(1, [8, 16], DataType.DT_INT8))
+    world.cm.copy_blocks(cache, {torch.tensor(1): torch.arange(2, 4), 0: (torch.tensor(5),)})

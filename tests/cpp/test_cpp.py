@@ -461,7 +461,7 @@ def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: L
     held = {name: end.do(made, name, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
     held["cpu"] = end.do(cpp.host_memory, "cpu", Shape(rows=60, placement=HOST), 3)
     # An id is looked up, and nothing else of the struct is read.
-    assert end.do(run, "CopyKvBlocks", Cache(1, [1], cpp_api.CacheDesc(HOST, 9)), Cache(2), [1], [[2]]) is OK
+    assert end.do(run, "CopyKvBlocks", Cache(1, [1], cpp_api.CacheDesc(HOST, 9)), Cache(2), range(1, 2), [(2,)]) is OK
     assert end.do(run, "CopyKvCache", Cache(1, [1], cpp_api.CacheDesc(HOST, 9)), Cache(2), 3, 4) is OK
     assert end.do(run, "CopyKvCache", KV, Use("host"), 1, 2) is OK
     assert end.do(run, "CopyKvCache", KV, Use("other"), 5, 0, 9, 20) is OK
@@ -474,7 +474,7 @@ def test_r08_r13_r26_lists_take_effect_in_order_also_from_and_to_the_host(end: L
         for of, to in (("kv", "other"), ("kv", "kv"), ("kv", "host"), ("cpu", "kv"), ("kv", "cpu"), ("host", "kv")):
             sources = random.integers(0, 50, int(random.integers(1, 40)))
             lists = random.integers(0, 50, (int(random.integers(1, 5)), len(sources)))
-            assert end.do(run, "CopyKvBlocks", Use(of), Use(to), sources.tolist(), lists.tolist()) is OK
+            assert end.do(run, "CopyKvBlocks", Use(of), Use(to), sources.tolist(), list(lists)) is OK
             for tensor, source in zip(held[to], held[of], strict=True):
                 for row, block in zip(lists.flat, [*sources] * len(lists), strict=True):
                     tensor[row] = source[block]

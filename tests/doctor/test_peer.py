@@ -6,19 +6,22 @@ import re
 import signal
 import socket
 import socketserver
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import pytest
 
 from faults.strangers import listener
+from llm_datadist.config import LISTEN
 from llm_datadist.metrics import LinkStatistics
 from llm_datadist.tools.doctor import peer
 from llm_datadist.tools.doctor.finding import Finding, Severity
@@ -96,8 +99,7 @@ def test_good_peer_with_one_secret_and_one_with_another_or_none(tmp_path: Path) 
             assert found[f"peer_{name}"].state is Severity.OK, found
         assert found["peer_transport"].value.startswith("shm: ")
         assert "GB/s, memcpy " in found["peer_bandwidth"].value
-        for options in (("--secrets", other), ()):
-            mend = "llm-datadist keys new FILE"
+        for options, mend in ((("--secrets", other), "the secrets differ"), ((), "this side has no secret")):
             _fails(port, *options, finding="peer_authentication", value="authenti", mend=mend)
 
 
@@ -189,8 +191,12 @@ def _relayed(port: int) -> Iterator[int]:
         yield here
 
 
-def test_forced_tcp_no_secret_an_option_that_is_wrong_and_cma_forbidden_by_seccomp() -> None:
+def test_forced_tcp_a_secret_of_no_side_or_one_an_option_that_is_wrong_and_cma_forbidden_by_seccomp(
+    tmp_path: Path,
+) -> None:
     with _served() as port:
+        ours = ("--secrets", secret_file(tmp_path / "ours", a=b"a" * 32)["llm.AuthSecretFile"])
+        _fails(port, *ours, finding="peer_authentication", value="has none", mend="the peer has no secret")
         code, found = _doctor(port, "--option", "llm.Transport=tcp")
         assert code >= 1
         is_(found["peer_transport"], Severity.WARNING, "tcp: data lanes, as llm.Transport asks", "no llm.Transport")
@@ -250,19 +256,45 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
     end.stop()
 
 
+_PORT: Final = f"not this library: is it the port of {LISTEN}?"
+
+
 @pytest.mark.parametrize(
-    ("answer", "mend"),
+    ("answer", "value", "mend"),
     [
-        (b"HTTP/1.1 400 Bad\r\n\r\n", "pip install --upgrade"),
-        (None, "pip install --upgrade"),
-        (messages.frame(messages.Refused(1, other_build(b"ODATDIST\0\1\0\0"))), "pip install --upgrade"),
-        (b"", "ps -o stat"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", f"speaks SSH, {_PORT}", ":PORT"),
+        (b"-ERR \x1b[2J\r\n", f"answers '-ERR ?[2J', {_PORT}", ":PORT"),
+        (None, "another program", "pip install --upgrade"),
+        (messages.frame(messages.Refused(1, other_build(b"ODATDIST\0\1\0\0"))), "wire", "pip install --upgrade"),
+        (b"", "no answer", "ps -o stat"),
     ],
 )
-def test_port_of_something_else(answer: bytes | None, mend: str) -> None:
+def test_port_of_something_else(answer: bytes | None, value: str, mend: str) -> None:
     """Or of another wire major, which hangs up (None) or says so."""
     with listener(lambda sock: sock.close() if answer is None else sock.sendall(answer)) as port:
-        _fails(port, finding="peer_link", value="", mend=mend)
+        _fails(port, finding="peer_link", value=value, mend=mend)
+
+
+@pytest.mark.parametrize("secret", [False, True])
+@pytest.mark.parametrize("scheme", ["HTTP", "TLS"])
+def test_port_of_a_web_server_that_waits_for_a_request(scheme: str, secret: bool, tmp_path: Path) -> None:
+    """A link waits in vain for plain HTTP; to a server of TLS it looks like one that rejects the secret."""
+    context, own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Authority(tmp_path).issue("web", ["*"])
+    context.load_cert_chain(own["llm.TlsCert"], own["llm.TlsKey"])
+
+    class Web(BaseHTTPRequestHandler):
+        def setup(self) -> None:
+            if scheme == "TLS":
+                self.request = context.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False)
+            super().setup()
+
+        def handle(self) -> None:
+            with self.request, suppress(OSError):  # to TLS, one link and two questions are no handshake
+                super().handle()
+
+    given = ("--secrets", secret_file(tmp_path / "s", a=b"a" * 32)["llm.AuthSecretFile"]) if secret else ()
+    with _listening(Web, port := free_port()):
+        _fails(port, *given, finding="peer_link", value=f"127.0.0.1:{port} speaks {scheme}, {_PORT}", mend=":PORT")
 
 
 def test_peer_without_a_common_version_of_the_protocol() -> None:

@@ -218,7 +218,8 @@ def test_attack_poc6_lanes_that_a_network_has_forgotten_cost_one_call(relayed: R
     assert min(relayed.relay.now("lane", direction, Fault("drop")) for direction in ("up", "down")) >= 1
     error = pull_block(1)
     assert isinstance(error, DeadlineExceeded), error
-    assert error.phase == "copy"
+    assert (error.phase, error.peer) == ("copy", there.cluster_id)
+    assert str(error).startswith(f"pull_blocks from cluster {there.cluster_id} (pid ")
     assert [pull_block(block) for block in range(2, 8)] == [None] * 6
     same_bytes(here.do(show, "target"), moved(target, source, [(each, each) for each in (0, *range(2, 8))]))
     assert relayed.decoder.do(links) == {1: "ready"}

@@ -140,6 +140,7 @@ def test_completion_for_shells(shell: str) -> None:
         ("demo --speed", "llm-datadist demo: No such option: --speed"),
         ("size --layers 1 --kv-heads 1 --head-dim 1 --tokens 1 --dtype f", "--dtype 'f' is none of bf16, fp16"),
         ("size --layers 1", "llm-datadist size: Missing option '--kv-heads'"),
+        ("doctor --peer [fe80::1%lo]:26000", "'[fe80::1%lo]:26000' is not of the form HOST:PORT; a scope (%) is not"),
         ("bench --passes 0", "--passes: 0 is outside [1, 1000] (try 'llm-datadist bench --help')"),
         ("keys new", "llm-datadist keys new: Missing argument"),
         ("keys show /nowhere", "No such file or directory: '/nowhere'"),
@@ -162,6 +163,19 @@ def test_a_mistake_is_one_line_and_status_2(line: str, said: str, tmp_path: Path
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert [each.name for each in tmp_path.iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize(
+    "line", ["demo --transport inproc", "bench pull --blocks 8 --against , --passes 1", "top --connect far --once"]
+)
+def test_without_a_temporary_folder_one_line_says_which_and_what_to_set(line: str, tmp_path: Path) -> None:
+    nowhere = f"import sys, tempfile; tempfile._candidate_tempdir_list = lambda: [{str(tmp_path / 'none')!r}]; "
+    script = nowhere + "from llm_datadist.tools.cli import main; sys.exit(main())"
+    done = source.run(sys.executable, "-c", script, *line.split())
+    assert done.returncode in (1, 2)
+    wrong = f"No usable temporary directory found in [{str(tmp_path / 'none')!r}]; set TMPDIR to a folder that this "
+    assert wrong in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.kinds import World
 from tests.support.moves import Spec, make, show, wait_until
+from tests.support.tensors import Tensor
 
 pytestmark = pytest.mark.covers("store.*")
 
@@ -275,6 +276,7 @@ def bad_calls(world: World) -> list[str]:
         "no blocks cache": (ParamError, lambda: client.load(hit, row, [0], release=False)),
         "fewer blocks": (ParamError, lambda: client.save(keys_of(1, 2), cache, [0])),
         "save outside": (ParamError, lambda: client.save(keys_of(1), cache, [99])),
+        "save set": (TypeError, lambda: client.save(keys_of(1), cache, {1})),
         "save row": (ParamError, lambda: client.save(keys_of(1), row, [0])),
         "no release": (TypeError, lambda: client.release(None)),
         "address": (ParamError, lambda: StoreClient(world.dd, "nowhere", NS)),
@@ -287,7 +289,9 @@ def bad_calls(world: World) -> list[str]:
         except kind:
             continue
         wrong.append(name)
-    client.load(client.lookup(keys_of(0)), cache, [])
+    client.load(client.lookup(keys_of(0)), cache, range(0))
+    assert client.save(keys_of(0), cache, (0,)) == 0  # the store has it
+    client.load(client.lookup(keys_of(0)), cache, Tensor([0]))
     client.release(hit)
     client.close()
     with pytest.raises(StateError, match="closed"):

@@ -97,12 +97,17 @@ def move_blocks(prompt: CacheManager, decoder: CacheManager) -> None:
         view[:] = number
     decoder.pull_blocks(BLOCKS, target, [0, 1], (6, 7), src_layer_range=range(1), dst_layer_range=range(1, 2))
     decoder.pull_blocks(BLOCKS, target, np.arange(4), dst_blocks=np.array([3, 2, 1, 0], dtype=np.int32))
+    decoder.pull_blocks(BLOCKS, target, range(2), [np.int64(1), np.int8(0)])
     grant: Grant = source.grant(np.arange(2), ttl=60.0)
     claimed: Grant = decoder.claim_grant(1, token=grant.token, readers=1, wait=False)
     decoder.pull_blocks(BLOCKS, target, [0], [4], grant=Grant.from_bytes(claimed.to_bytes()))
     claimed.release()
     grant.revoke()
     decoder.copy_blocks(target, {0: [5, 6]})
+    decoder.copy_blocks(target, {np.int64(0): range(5, 7), np.int64(1): (4,)})
+    decoder.copy_blocks(target, {0: np.array([5, 6])})
+    listed: dict[int, list[int]] = {1: [2]}
+    decoder.copy_blocks(target, listed)
     asyncio.run(later(decoder, target))
     for number, view in enumerate(tensor_views(target)):
         assert (view[:5] == number).all()
@@ -171,6 +176,17 @@ def push(prompt: CacheManager, decoder: CacheManager) -> None:
     prompt.unregister_cache(target.cache_id)
 
 
+def own_arrays(manager: CacheManager, cluster_id: int) -> None:
+    layers = [np.zeros((2, 8, 16), dtype=np.float16) for _ in range(2)]
+    halves = [half for kv in layers for half in (kv[0], kv[1])]
+    cache: Cache = manager.register_tensors(halves, BlocksCacheKey(cluster_id, 3), granted_only=True)
+    assert cache.cache_desc.data_type is CacheDesc(4, [8, 16], np.float16).data_type is DataType.DT_FLOAT16
+    manager.unregister_cache(cache.cache_id)
+    rows = manager.register_tensors((layers[0],), [CacheKey(cluster_id, 8)], placement=Placement.HOST)
+    assert (rows.is_blocks_cache, CacheDesc(1, [2], layers[0].dtype).size) == (False, 4)
+    manager.unregister_cache(rows.cache_id)
+
+
 def look(datadist: LLMDataDist) -> None:
     statistics: Statistics = datadist.statistics()
     link: LinkStatistics = datadist.explain(statistics.links[0].remote_cluster_id)
@@ -185,7 +201,7 @@ def look(datadist: LLMDataDist) -> None:
 def older(prompt: KvCacheManager, decoder: KvCacheManager) -> None:
     paged: KvCache = prompt.allocate_blocks_cache(PAGED, BLOCKS)
     target = decoder.allocate_blocks_cache(PAGED)
-    decoder.pull_blocks(BLOCKS, target, [0, 1], [1, 0])
+    decoder.pull_blocks(BLOCKS, target, [0, 1], range(2))
     tensor: Tensor = decoder.get_cache_tensors(target, tensor_index=3)[0]
     described: TensorDesc = Tensor(tensor.numpy(copy=True)).tensor_desc
     assert (described.shape, described.dtype, decoder.is_initialized()) == ([8, 16], DataType.DT_FLOAT16, True)
@@ -211,6 +227,7 @@ def main() -> None:
         else:
             move_blocks(prompt.cache_manager, decoder.cache_manager)
             move_rows(prompt.cache_manager, decoder.cache_manager)
+            own_arrays(decoder.cache_manager, 2)
             look(decoder)
         decoder.finalize()
         prompt.finalize()

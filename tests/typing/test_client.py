@@ -26,6 +26,39 @@ TYPOS: Final = {
         "decoder.pull_blocs(BLOCKS, target, np.arange(4),",
         "pull_blocs",
     ),
+    "manager.register_tensors((layers[0],)": ('manager.register_tensors(("layers[0]",)', "register_tensors|tensors"),
+    "CacheDesc(4, [8, 16], np.float16)": ('CacheDesc(4, [8, 16], "float16")', "CacheDesc|data_type"),
+}
+#: What a user of torch writes, checked with the signatures of torch's own stubs: torch is not installed here.
+TORCH: Final = {
+    "torch.pyi": """
+class dtype:
+    is_floating_point: bool
+    is_signed: bool
+class TensorBase:
+    is_quantized: bool
+    is_sparse: bool
+    dtype: dtype
+    def data_ptr(self) -> int: ...
+class Tensor(TensorBase): ...
+float16: dtype
+""",
+    "engine.py": """
+import torch
+from llm_datadist import BlocksCacheKey, CacheDesc, CacheManager
+
+def register(manager: CacheManager, tensors: list[torch.Tensor]) -> CacheDesc:
+    manager.register_tensors(tensors, BlocksCacheKey(1))
+    manager.register_tensors((tensors[0],), blocks=False)
+    return CacheDesc(1, [2], torch.float16)
+""",
+    "wrong.py": """
+import torch
+from llm_datadist import CacheManager
+
+def register(manager: CacheManager, tensor: torch.Tensor) -> None:
+    manager.register_tensors(tensor)
+""",
 }
 CHECKERS: Final = {
     "mypy": ("--strict", "--cache-dir", str(ROOT / ".mypy_cache" / "client")),
@@ -44,16 +77,19 @@ def test_a_client_of_the_whole_surface_passes_and_each_typo_in_it_is_named(check
     for number, (right, (wrong, _)) in enumerate(TYPOS.items()):
         assert text.count(right) == 1
         programs[f"typo{number}"] = text.replace(right, wrong)
-    for name, program in programs.items():
-        (tmp_path / f"{name}.py").write_text(program)
-    command = [sys.executable, "-m", checker, *CHECKERS[checker], *(f"{name}.py" for name in programs)]
+    for name, program in ({f"{name}.py": text for name, text in programs.items()} | TORCH).items():
+        (tmp_path / name).write_text(program)
+    names = [*programs, "engine", "wrong"]
+    command = [sys.executable, "-m", checker, *CHECKERS[checker], *(f"{name}.py" for name in names)]
     environment = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}  # else it asks npm for a newer one
     done = run(*command, cwd=tmp_path, env=environment, timeout=None)
     said = _ERROR.findall(done.stdout)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert [each for each in said if each[0] == "client"] == []
+    assert [each for each in said if each[0] in ("client", "engine")] == []
+    assert any(name == "wrong" and "register_tensors" in message for name, message in said), done.stdout
     for number, (_, word) in enumerate(TYPOS.values()):
-        assert any(name == f"typo{number}" and word in message for name, message in said), (word, done.stdout)
+        found = [message for name, message in said if name == f"typo{number}"]
+        assert any(re.search(word, message) for message in found), (word, done.stdout)
 
 
 def test_the_client_runs() -> None:

@@ -105,6 +105,7 @@ def test_assigned_property_is_read_back_and_emitted() -> None:
 
 _TEXT = Spec((1, {"memory_size": 1}, []), none_ok=True)
 _NO_IP = '{"listen_ip_info": [{"ip": "1.2"}]}'
+_SCOPED = '{"listen_ip_info": [{"ip": "fe80::1%eth0"}]}'
 _FLAG = Spec((0, 1, "1", "true"), none_ok=True)
 SPECS = {
     **dict.fromkeys(("listen_ip_info", "local_comm_res", "transfer_backend", "global_resource_config"), _TEXT),
@@ -135,7 +136,9 @@ SPECS = {
     "rdma_traffic_class": UINT32,
     "rdma_service_level": UINT32,
     "mem_utilization": Spec((1,), (RULE, "[0.0, 1.0]", -0.1, 1.1, float("nan")), none_ok=True),
-    "cluster_info": Spec(_TEXT.wrong, (RULE, "JSON", "{"), (RULE, "'1.2'", _NO_IP), none_ok=True),
+    "cluster_info": Spec(
+        _TEXT.wrong, (RULE, "JSON", "{"), (RULE, "'1.2'", _NO_IP), (RULE, "scope", _SCOPED), none_ok=True
+    ),
     "output_max_size": Spec(("7",), none_ok=True),
 }
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llm_datadist._native import Plan, parse_blocks, parse_indices, parse_pairs, plan_blocks, plan_pieces, plan_row
 from llm_datadist.errors import NoneArgument, ParamError
 from tests.support import twin
+from tests.support.tensors import Parameter, Tensor
 
 pytestmark = pytest.mark.covers("errors.NoneArgument")
 
@@ -66,10 +67,31 @@ ODD: list[tuple[Any, list[int]]] = [
     ([], []),
     ((), []),
     (np.empty(0, np.int32), []),
+    *((blocks, list(blocks)) for blocks in (range(3), range(9, 0, -4), range(0), range(MAX, MAX + 1))),
+    (range(7, 10**30, 10**30), [7]),
+    *(
+        (kind(np.arange(6, dtype=dtype)[::2]), [0, 2, 4])
+        for kind in (Tensor, Parameter)
+        for dtype in ("i4", "i8", "u1")
+    ),
+    ([Tensor(3), np.int8(4)], [3, 4]),
+    ((Parameter([5]),), [5]),
 ]
-NO_CONTAINER = [range(3), {1}, {1: 2}, "12", 5, np.zeros((1, 1), np.int64), np.array(1), np.array([True]), np.ones(1)]
+NO_CONTAINER = [
+    *({1}, {1: 2}, {1: 2}.keys(), "12", b"12", 5, iter([1]), (each for each in [1])),
+    *(np.zeros((1, 1), np.int64), np.array(1), np.array([True]), np.ones(1)),
+    *(Tensor([[1]]), Tensor(1), Tensor([True]), Tensor([1.0])),
+]
 NO_LISTS: list[tuple[Any, type[Exception], str]] = [
     ([0, Index(-3)], ParamError, r"\[1\] is -3: "),
+    (range(-1, 3), ParamError, r" is range\(-1, 3\): "),
+    (range(3, -2, -1), ParamError, r" is range\(3, -2, -1\): "),
+    (range(2**70), ParamError, r" is range\(0, 1180591620717411303424\): must be in "),
+    (range(2**27 + 1), ParamError, r" is range\(0, 134217729\): 134217729 blocks, "),
+    (Tensor([-2]), ParamError, r"\[0\] is -2: "),
+    (Tensor([2], "cuda:0"), TypeError, r" is a torch.int64 tensor on cuda:0 .*: must be a dense 1-D integer tensor"),
+    ([Tensor([1, 2])], TypeError, r"\[0\] is tensor\(\[1, 2\]\): must be an int, not Tensor$"),
+    ([0, np.ones(1)], TypeError, r"\[1\] is array\(\[1.\]\): must be an int, not ndarray$"),
     (np.array([3, -5, -6], dtype=np.int16), ParamError, r"\[1\] is -5: "),
     (np.array([2**63], dtype=np.uint64), ParamError, rf"\[0\] is {2**63}: "),
     (None, NoneArgument, " is None"),
@@ -85,7 +107,7 @@ def test_numbers_of_any_kind_in_arrays_of_any_stride_are_ints(values: Any, parse
     assert parse_indices("blocks", values).tolist() == parsed
 
 
-@pytest.mark.parametrize(("values", "kind", "text"), NO_LISTS, ids=repr)
+@pytest.mark.parametrize(("values", "kind", "text"), NO_LISTS, ids=lambda each: repr(each).partition(" object")[0])
 def test_another_container_or_number_is_refused_and_named(values: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=f"^blocks{text}"):
         parse_indices("blocks", values)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from llm_datadist._links.ranktable import PORTS_VARIABLE, RankTable, ports
+from llm_datadist.errors import ParamError
 
 
 def test_host_ip_comes_first_then_server_id_then_device_ip() -> None:
@@ -21,6 +22,16 @@ def test_host_ip_comes_first_then_server_id_then_device_ip() -> None:
     for server, device, address in rows:
         table = {"server_list": [server | {"device": [{"rank_id": "0"} | device]}]}
         assert RankTable.parse(json.dumps(table)).address(0, 5) == address
+
+
+@pytest.mark.parametrize(("field", "of_device"), [("host_ip", False), ("device_ip", True)])
+def test_an_address_with_a_scope_says_what_to_give_instead(field: str, of_device: bool) -> None:
+    scoped = {field: "fe80::1%eth0"}
+    server = {"device": [{"rank_id": "0"} | (scoped if of_device else {})]} | ({} if of_device else scoped)
+    with pytest.raises(
+        ParamError, match=rf"{field}: 'fe80::1%eth0': .* scope \(%\) is link-local, .*; give that host's"
+    ):
+        RankTable.parse(json.dumps({"server_list": [server]}))
 
 
 def test_members_of_one_server_share_its_address_and_the_digest_is_of_what_a_table_says_not_of_how() -> None:

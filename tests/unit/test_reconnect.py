@@ -305,10 +305,10 @@ def test_a_loss_that_two_threads_notice_is_dialled_again_unless_one_unlinks(
 def test_the_lost_link_is_not_taken_for_the_one_that_is_dialled() -> None:
     manager = LinkManager(Mock(ControlLoop), Mock(Endpoint), Mock(max_links=9), {}, Mock(), Mock())
     reconnect = Reconnect(lost(), ADDRESS, 0.1)
-    for present in (lost(sequence=2), None):
-        manager._dial = Mock(return_value=present)  # type: ignore[method-assign]
+    for found in ((lost(sequence=2), False), (lost(), True)):
+        manager._dial = Mock(return_value=found)  # type: ignore[method-assign]
         manager._reconnect(reconnect, Deadline(LONG_MS))
-    manager._dial = Mock(return_value=lost())  # type: ignore[method-assign]
+    manager._dial = Mock(return_value=(lost(), False))  # type: ignore[method-assign]
     with pytest.raises(LinkRefused, match="still ending"):
         manager._reconnect(reconnect, Deadline(LONG_MS))
 

@@ -137,7 +137,9 @@ def test_without_a_temporary_folder_the_error_names_the_option_that_does_without
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=60)
     assert "ParamError: reference_secret_file: " in done.stderr
     assert "No usable temporary directory found in" in done.stderr
-    assert done.stderr.endswith("; give a file\n")
+    assert done.stderr.endswith(
+        "; set TMPDIR to a folder that this process may write; give a file or XDG_RUNTIME_DIR\n"
+    )
 
 
 def test_options_are_judged_as_the_workers_get_them(

@@ -17,6 +17,7 @@ from llm_datadist.data_type import dtype_to_np_dtype, np_dtype_to_dtype, valid_n
 from llm_datadist.errors import ParamError
 from llm_datadist.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, CacheKeyByIdAndIndex, DataType, MemInfo
 from llm_datadist.types.cluster import trans_int_ip, trans_str_ip
+from llm_datadist.types.data_type import data_type_of, numpy_type
 from llm_datadist.types.enums import LLMRole, Memtype, PushType, RegisterMemStatus
 from llm_datadist.types.layerwise import LayerSynchronizer, TransferWithCacheKeyConfig
 from tests.support.refusals import INT64, NONE, RULE, TYPE, UINT32, UINT64, Spec, assign, bad, integer, refuse_each
@@ -56,10 +57,10 @@ SIZES: dict[int, dict[str, type]] = {
 
 def test_every_data_type_has_its_size_and_numpy_type_which_map_back_except_bfloat16() -> None:
     for size, types in SIZES.items():
-        for name, numpy_type in types.items():
+        for name, scalar in types.items():
             dtype = DataType[f"DT_{name}"]
-            assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, numpy_type)
-            assert np_dtype_to_dtype[numpy_type] is (DataType.DT_FLOAT16 if name == "BF16" else dtype)
+            assert (dtype.itemsize, dtype_to_np_dtype[dtype]) == (size, scalar)
+            assert np_dtype_to_dtype[scalar] is (DataType.DT_FLOAT16 if name == "BF16" else dtype)
             assert CacheDesc(60, [3, 5, 7], dtype).size == 105 * size, "bytes of one tensor"
     assert len(dtype_to_np_dtype) == len(DataType) == sum(map(len, SIZES.values())) == 14
     assert len(np_dtype_to_dtype) == len(valid_np_dtypes) == 13
@@ -68,6 +69,18 @@ def test_every_data_type_has_its_size_and_numpy_type_which_map_back_except_bfloa
     assert of_dtypes == [DataType.DT_UINT16, DataType.DT_INT64, DataType.DT_STRING]
     with pytest.raises(KeyError):
         np_dtype_to_dtype[np.dtype(np.complex64)]
+
+
+def test_desc_takes_what_numpy_calls_an_element_type_and_nothing_that_only_sounds_like_one() -> None:
+    given = {each: np_dtype_to_dtype[each] for each in valid_np_dtypes if each is not np.bytes_}
+    given |= {np.longlong: DataType.DT_INT64, np.ulonglong: DataType.DT_UINT64}
+    for scalar, data_type in given.items():
+        for dtype in (scalar, np.dtype(scalar), data_type):
+            assert CacheDesc(1, [2], dtype).data_type is data_type_of("dtype", dtype) is data_type
+        assert np.dtype(numpy_type("data_type", data_type)) == np.dtype(scalar)
+    for wrong in (np.bytes_, np.floating, np.complex64, np.dtype(">f4"), np.dtype([("k", "f4")]), np.dtype(object)):
+        with pytest.raises(ParamError, match=re.escape(f"data_type={wrong}: not an element type of caches")):
+            CacheDesc(1, [2], wrong)
 
 
 def test_desc_gives_back_what_it_was_made_of_and_has_defaults() -> None:
@@ -94,14 +107,14 @@ def test_r01_desc_and_update_dim_refuse() -> None:
             (RULE, f"{{}}[1]: {2**63}", [1, 2**63]),
             (RULE, "{}[0]", [-(2**63) - 1]),
         ),
-        "data_type": Spec((1,)),
+        "data_type": Spec((1, "float16", float, "DT_FLOAT16", list)),
         "placement": Spec((1,)),
         "batch_dim_index": Spec((0.0,), (RULE, "[0, 2)", 2, -1)),
         "seq_len_dim_index": integer(-(2**31), 2**31 - 1, 2, -2),
         "kv_tensor_format": Spec((1,), none_ok=True),
     }
     good = {"num_tensors": 1, "shape": [1, 2], "data_type": HALF}
-    refuse_each(CacheDesc, good, specs, bad(RULE, "batch_dim_index", "[0, 0)", shape=[]))
+    refuse_each(CacheDesc, good, specs, bad(RULE, "shape is empty: 1 to 31 dimensions", shape=[], batch_dim_index=7))
     specs = {"dim_index": Spec((0.0,), (RULE, "[0, 2)", 2, -1)), "dim_value": INT64}
     good = {"dim_index": 0, "dim_value": 1}
     refuse_each(CacheDesc(1, [4, 8], HALF).update_dim, good, specs)
@@ -318,10 +331,17 @@ def test_r01_cluster_info_refuses() -> None:
     ):
         endpoint = {"ip": Spec((1.5,), *((RULE, f"ip: {ip!r}", ip) for ip in wrong)), "port": integer(0, 2**16 - 1)}
         refuse_each(append, {"ip": "1.2.3.4", "port": 1}, endpoint)
+    scope = "an address with a scope (%) is link-local, which is not supported; give that host's IPv4, "
+    texts = dict.fromkeys(("fe80::1%eth0", "[fe80::1%eth0]"), f": {scope}")
+    texts |= dict.fromkeys(("tcp://10.0.0.1", "http://[::1]:26000"), " has a scheme; give the host alone")
+    of_port = " has a port, which is the second argument; give the host alone"
+    texts |= dict.fromkeys(("10.0.0.1:26000", "[::1]:26000", "prefill-0:26000"), of_port)
     for append in (info.append_local_ip_info, info.append_remote_ip_info):
-        for ip in ("fe80::1%eth0", "[fe80::1%eth0]"):
-            with pytest.raises(ParamError, match=re.escape(f"ip: {ip!r}: an address with a scope (%) is link-local")):
+        for ip, text in texts.items():
+            with pytest.raises(ParamError, match=re.escape(f"ip: {ip!r}{text}")):
                 append(ip, 1)
+    with pytest.raises(ParamError, match=re.escape(f"ip: 'fe80::1%eth0': {scope}")):
+        trans_str_ip("fe80::1%eth0")
     refuse_each(partial(assign, info), {}, {"remote_cluster_id": UINT64, "remote_role_type": Spec(("PROMPT", 1.0))})
     assert info.local_ip_info_list == info.remote_ip_info_list == []
 

@@ -17,7 +17,8 @@ from typing import IO, Final, cast
 import pytest
 
 import llm_datadist
-from tests.support.source import ROOT
+from scripts import release
+from tests.support.source import ROOT, run
 from tests.unit import test_native_pool
 from tests.wheels.arm64 import Arm64, Impossible, arm64
 
@@ -75,13 +76,35 @@ def typed(commands: str, folder: Path, path: Path) -> subprocess.CompletedProces
 def test_the_recipe_for_a_wheel_works_pasted_where_there_is_no_compiler(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text().partition("## Without a compiler")[2]
     (recipe,) = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "dist").symlink_to(ROOT / "dist")
+    for name in (".venv-wheels", "dist", *run("git", "ls-tree", "--name-only", "HEAD", cwd=ROOT).stdout.split()):
+        (tmp_path / name).symlink_to(ROOT / name)
     (programs := tmp_path / "programs").mkdir()
-    for name in ("python3", "ls", "uname"):
+    for name in (
+        "make",
+        "env",
+        "find",
+        "nproc",
+        "python3",
+        "ls",
+        "uname",
+    ):  # the wheels are there: `make test-wheels` has made them
         program = f"{sys.base_prefix}/bin/python3" if name == "python3" else shutil.which(name)
         (programs / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
         (programs / name).chmod(0o755)
     done = typed(recipe, tmp_path, programs)
+    assert (done.returncode, "Tokens equal." in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+def test_the_installation_of_the_readme_works_pasted_in_a_checkout(tmp_path: Path) -> None:
+    """The same commands as in the tutorial and on the front page: tests/test_tutorial.py compares them."""
+    with tarfile.open(sdist := built("*.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (recipe,) = re.findall(
+        r"^```\n(python3 -m venv .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    path = f"{sys.base_prefix}/bin{os.pathsep}{os.environ['PATH']}"
+    checkout = tmp_path / sdist.name.removesuffix(".tar.gz")
+    done = run("bash", "-ec", f"{recipe}llm-datadist demo", cwd=checkout, env=os.environ | {"PATH": path}, timeout=None)
     assert (done.returncode, "Tokens equal." in done.stdout) == (0, True), done.stdout + done.stderr
 
 
@@ -139,6 +162,14 @@ def test_the_metadata_is_that_of_this_tree(pattern: str) -> None:
         each for some in extras.values() for each in some
     )
     assert cast(bytes, found.get_payload(decode=True)).decode().strip() == (ROOT / "README.md").read_text().strip()
+
+
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_nothing_that_was_made_is_refused_by_the_check_of_a_release(processor: str) -> None:
+    path = built(f"*{processor}.whl")
+    name = release.WHEEL.fullmatch(path.name)
+    assert name is not None
+    assert [*release.wheel(path, name, ROOT), *release.sdist(built("*.tar.gz"), ROOT)] == []
 
 
 def files(wheel: Path) -> set[str]:

@@ -19,7 +19,7 @@ from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger
 from llm_datadist._memory.exports import NON_POOL, Exports
 from llm_datadist._memory.guards import Guard, GuardTable
-from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool
+from llm_datadist._memory.pool import Allocation, DirectMemory, MemoryPool, create_pool, kept_mapped
 from llm_datadist._memory.quarantine import Quarantine, writers_named
 from llm_datadist._memory.write_intents import ActiveWrite, WriteIntents
 from llm_datadist._native import Tensors, Use, steps
@@ -191,10 +191,12 @@ class LocalCaches:
             raise
 
     @typed_memory_error("register")
-    def register(self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, **access: bool) -> Entry:
-        """Add memory of the user, one checked address per tensor; ``access``: keywords of :meth:`_add`."""
+    def register(
+        self, geometry: Geometry, addrs: Sequence[int], keys: KeyedRows, name: str = "addrs", **access: bool
+    ) -> Entry:
+        """Add memory of the user at checked addresses, which errors call ``name``; ``access`` as of :meth:`_add`."""
         placement = Placement(geometry.placement)
-        place = self.device.place_of("addrs", addrs, geometry.tensor_bytes, placement)
+        place = self.device.place_of(name, addrs, geometry.tensor_bytes, placement)
         storage = self.pools.storage_at(addrs, geometry.tensor_bytes, place)
         return self._add(geometry, storage, _bindable(keys), **access)
 
@@ -275,6 +277,7 @@ class LocalCaches:
             registry.reopen(entry, guard)
             raise
         self.apply(registry.withdraw(cache_id, owned=False))
+        entry.kept = None  # here, not where the last pin ends: to free it may take long
 
     def apply(self, effects: Effects) -> None:
         """Apply effects: stop peers by the guards, then free the memory."""
@@ -290,6 +293,7 @@ class LocalCaches:
                 self.quiesce(entry.storage)
             except DeviceError as error:
                 logger.error("cache %d: %s; its memory stays in use until this process ends", entry.cache_id, error)
+                kept_mapped.append(entry.kept)
                 continue
             allocation: Allocation | None = entry.storage.allocation
             if allocation is not None:
@@ -324,6 +328,7 @@ class LocalCaches:
         deadline = Deadline(self._patience_ms)
         writes = tuple(write for each in non_pool for write in self.writers.busy(each.guard.slot, readers=True))
         if not deadline.poll(lambda: not any(e.uses.inside for e in non_pool) and not self.writers.pending(writes)):
+            kept_mapped.extend(each.kept for each in non_pool if each.kept)
             logger.warning(
                 "finalize: after %d ms registered memory is still in use by %s: do not free it before they have ended",
                 deadline.budget_ms,

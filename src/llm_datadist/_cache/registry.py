@@ -166,6 +166,7 @@ class Entry:
     pins: int = 0  # of peers
     uses: UseGate = field(default_factory=UseGate)  # local; open while the cache can be found; changes under the lock
     closing: bool = False  # True while the cache is being unregistered
+    kept: object = field(default=None, repr=False)  # what keeps registered memory, while anybody uses it
 
     @property
     def reachable(self) -> bool:

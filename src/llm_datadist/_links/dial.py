@@ -50,7 +50,8 @@ class Dial(AbstractContextManager["Dial"]):
         self._endpoint, self._address, self._deadline = endpoint, address, deadline
         self._incarnation, self._communicator = incarnation, communicator
         self._side = DialerSide(endpoint, self._what)
-        self._socket = DialledSocket(addresses, deadline, self._what)
+        limit = "the argument timeout" if communicator is None else "link_total_time"
+        self._socket = DialledSocket(addresses, deadline, self._what, limit)
         self._undo = ExitStack()
         self._undo.callback(self._socket.close)
         self._meeting = self._side.meeting = endpoint.transports.meet(secrets.token_bytes(16), dialled=True)

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from llm_datadist._checks import check_rule, clean, is_digits, is_ip
+from llm_datadist._checks import check_rule, check_unscoped, clean, is_digits, is_ip
 from llm_datadist.errors import ParamError
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def _rank(where: str, value: object) -> int:
 def _address(where: str, server: dict[str, Any], at: str, device: dict[str, Any]) -> str | None:
     host, own = server.get("host_ip"), device.get("device_ip")
     for name, value in ((f"{where}.host_ip", host), (f"{at}.device_ip", own)):
+        check_unscoped(name, value if isinstance(value, str) else "")
         good = value in (None, "") or is_ip(value)
         check_rule(good, f"{name}: {_kind(value)}, an IP address such as 10.0.0.1 is needed")
     return next((value for value in (host, server.get("server_id"), own) if is_ip(value)), None)

@@ -5,7 +5,7 @@ It checks arguments before it touches memory. Threads: any.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -83,12 +83,21 @@ if TYPE_CHECKING:
 
 
 def parse_other_blocks(name: str, values: object) -> BlockList | None:
-    """Parse the arrays that :func:`parse_blocks` leaves, and raise its errors; None for a list without None."""
+    """Parse the values that :func:`parse_blocks` leaves, and raise its errors; None for a list without None."""
     if isinstance(values, (list, tuple)):
         for i, value in enumerate(values):
             if value is None:
                 raise NoneArgument(f"{name}[{i}] is None: must be a block number")
         return None
+    if isinstance(values, range):
+        return BlockList(_of_range(name, values))
+    if any((each.__module__, each.__name__) == ("torch", "Tensor") for each in type(values).__mro__):
+        tensor: Any = values
+        try:
+            values = tensor.numpy()
+        except (TypeError, RuntimeError) as error:  # of another device or layout, or with a gradient
+            kind = f"a {tensor.dtype} tensor on {tensor.device} ({tensor.layout})"
+            raise TypeError(f"{name} is {kind}: must be a dense 1-D integer tensor on the CPU") from error
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "iu":
             raise TypeError(f"{name} is a {values.ndim}-D {values.dtype} array: must be a 1-D integer array")
@@ -99,7 +108,19 @@ def parse_other_blocks(name: str, values: object) -> BlockList | None:
         return BlockList(array)
     if values is None:
         raise NoneArgument(f"{name} is None: must be a list of block numbers")
-    raise TypeError(f"{name} is {type(values).__name__}: must be a list, a tuple or a 1-D integer array")
+    raise TypeError(f"{name} is {type(values).__name__}: must be a list, tuple, range, or 1-D integer array or tensor")
+
+
+def _of_range(name: str, blocks: range) -> NDArray[np.int64]:
+    if not blocks:
+        return np.empty(0, np.int64)
+    first, last = blocks[0], blocks[-1]
+    if min(first, last) < 0 or max(first, last) >= 1 << 63:
+        raise ParamError(f"{name} is {blocks}: must be in [0, 2**63)")
+    count = len(blocks)
+    if count > 1 << 27:  # a gigabyte
+        raise ParamError(f"{name} is {blocks}: {count} blocks, a range may have 2**27 at most")
+    return first + np.arange(count) * (blocks.step if count > 1 else 1)
 
 
 def parse_indices(name: str, values: object) -> NDArray[np.int64]:

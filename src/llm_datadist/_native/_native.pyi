@@ -271,7 +271,7 @@ CHANGED_BEFORE: Final[int]
 CHANGED_DURING: Final[int]
 
 def parse_blocks(name: str, values: object) -> BlockList:
-    """Parse a list or tuple of ints, or a 1-D integer array. Errors begin with ``name``.
+    """Parse a list or tuple of integers, a range, or a 1-D integer array or CPU tensor. Errors begin with ``name``.
 
     Raises TypeError for others, NoneArgument for None, ParamError for a negative number or one beyond int64.
     """

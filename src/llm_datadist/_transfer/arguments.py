@@ -82,9 +82,8 @@ def _pairs(name: str, value: object, *, lists: bool) -> Pairs:
     pairs = check_type(name, value, dict)
     if (plain := _native.parse_pairs(pairs, lists=lists)) is not None:
         return plain
-    for source, targets in pairs.items():
-        if lists and not isinstance(targets, list):
-            check_type(f"{name}[{source!r}]", targets, list)
+    if lists:
+        pairs = {source: _targets(f"{name}[{source!r}]", targets) for source, targets in pairs.items()}
     flat = [target for targets in pairs.values() for target in targets] if lists else list(pairs.values())
     try:
         sources, destinations = _native.parse_indices(name, list(pairs)), _native.parse_indices(name, flat)
@@ -97,6 +96,10 @@ def _pairs(name: str, value: object, *, lists: bool) -> Pairs:
     if lists:
         sources = np.repeat(sources, np.fromiter(map(len, pairs.values()), np.int64, len(pairs)))
     return sources, destinations
+
+
+def _targets(name: str, value: object) -> list[Any] | tuple[Any, ...]:
+    return value if isinstance(value, (list, tuple)) else _native.parse_indices(name, value).tolist()
 
 
 def _block_number(name: str, value: object) -> None:
@@ -128,9 +131,9 @@ ARGUMENTS: Final[Rules] = {
 }
 
 
-def check_key_count(keys: Bindings, geometry: Geometry) -> None:
+def check_key_count(keys: Bindings, geometry: Geometry, name: str = "cache_keys") -> None:
     rows = geometry.rows
-    check_rule(len(keys) <= rows, f"cache_keys has {len(keys)} keys: at most one per batch row, and there are {rows}")
+    check_rule(len(keys) <= rows, f"{name} has {len(keys)} keys: at most one per batch row, and there are {rows}")
 
 
 def check_addresses(addrs: list[int], geometry: Geometry) -> None:

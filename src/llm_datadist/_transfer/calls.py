@@ -205,7 +205,7 @@ def copy_cache(engine: Engine, rules: Rules, req_id: int | None, **given: object
     return run
 
 
-def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[int, list[int]]) -> Work:
+def copy_blocks(engine: Engine, rules: Rules, cache: object, copy_block_info: dict[Any, Any]) -> Work:
     local, pairs = arguments.check(rules, cache=cache, copy_block_info=copy_block_info)
     check_rule(local.is_blocks_cache, "cache: not a blocks cache")
     cache_id = local_id(engine, "copy_blocks", "cache", local)
@@ -339,6 +339,7 @@ class LayerwiseArguments:
         self.synchronizer: LayerSynchronizer = check_type("layer_synchronizer", layer_synchronizer, abstract)
         kind: type[Config] = TransferWithCacheKeyConfig if by_key else TransferConfig
         self.configs = check_list("transfer_configs", transfer_configs, kind)
+        check_rule(self.configs, "transfer_configs is empty: at least one destination is needed")
         check_rule(
             self.dst is not None or self.size == 0,
             f"dst_block_memory_size={self.size}: only None or 0 without dst_block_indices",

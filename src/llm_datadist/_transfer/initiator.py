@@ -322,6 +322,9 @@ def _judge(link: Link, op: TransferOp, remote: Resolution, error: BaseException)
         raise link.lost_error(op.what, "copy") from error
     elif isinstance(error, MemoryError) and not isinstance(error, LLMException):
         raise TransferFailed(f"{op.what}: {error!r}; the bytes addressed are undefined", phase="copy") from error
+    if isinstance(error, LLMException):  # of the connection, which knows neither
+        error.args = (f"{op.what} {'to' if op.push else 'from'} {link.peer}: {error}",)
+        error.peer = link.peer.cluster_id if error.peer is None else error.peer
     try:
         raise error
     finally:

@@ -40,6 +40,7 @@ _CODES: Final = {
     LLMStatusCode.LLM_OUT_OF_MEMORY: LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
 }
 _THREADS: Final = 128  # clusters linked at once: a silent one must not use the time of the next (interface R19)
+_EMPTY: Final = "clusters is empty: at least one LLMClusterInfo is needed"
 _UNDO_MS: Final = 1000  # milliseconds for undoing; afterwards this side unlinks without the peer's agreement
 
 
@@ -69,7 +70,7 @@ class Outcome(NamedTuple):
     def tell(self) -> Statuses:
         """Return the statuses; keep the exceptions for :attr:`LLMStatusCode.error` of this thread or task."""
         reasons: dict[LLMStatusCode, list[LLMException]] = {}
-        for status, error in zip(self.statuses, self.errors, strict=True):
+        for status, error in zip(self.statuses or [self.overall], self.errors, strict=True):
             if error is not None and error not in reasons.setdefault(status, []):
                 reasons[status].append(error)
         link_failures.set({status: _one_of(status, errors) for status, errors in reasons.items()})
@@ -150,6 +151,8 @@ def _run(
                 return code, error
             return _OK, None
 
+        if not clusters:
+            logger.warning("%s_clusters: %s", verb, _EMPTY)
         each = partial(_each, clusters, status, deadline)
         outcome = each() if engine.options.cache_manager else in_v1(each, deadline)
         call.status = outcome.overall
@@ -159,7 +162,7 @@ def _run(
 def _each(clusters: Clusters, status: Callable[[LLMClusterInfo], Failed], deadline: Deadline) -> Outcome:
     """Do the clusters in parallel; the overall status is the last that is not SUCCESS."""
     if not clusters:
-        return Outcome(LLMStatusCode.LLM_PARAM_INVALID, [], [])
+        return Outcome(LLMStatusCode.LLM_PARAM_INVALID, [], [ParamError(_EMPTY)])
     if len(clusters) == 1:
         results = [status(clusters[0])]
     else:

@@ -83,16 +83,14 @@ class LocalCopies:
         """Copy blocks inside one cache, in list order (interface R26); return the bytes."""
         with self._caches.using(cache_id, "copy_blocks: cache") as entry:
             cache = _operand("cache", entry, "copy_blocks")
-            names = ("sources of copy_block_info", "destinations of copy_block_info")
-            plan, _ = _plan_blocks(cache, cache, pairs, "copy_blocks", names)
+            plan, _ = _plan_pairs(cache, cache, pairs, "copy_blocks", "copy_block_info")
             return self._execute(plan, cache.tensors, cache.tensors, deadline, "copy_blocks")
 
     def swap_blocks(self, src: Cache, dst: Cache, pairs: Pairs, ends: tuple[str, str]) -> int:
         """Move blocks between HOST and DEVICE (interface R10); return the bytes. Errors name ``ends``."""
         with self._use_of(ends[0], src) as src_entry, self._use_of(ends[1], dst) as dst_entry:
             source, target = self._swap_operand(ends[0], src, src_entry), self._swap_operand(ends[1], dst, dst_entry)
-            names = ("sources of src_to_dst", "destinations of src_to_dst")
-            plan, alias = _plan_blocks(source, target, pairs, "swap_blocks", names)
+            plan, alias = _plan_pairs(source, target, pairs, "swap_blocks", "src_to_dst")
             if source.geometry.placement == target.geometry.placement:
                 raise ParamError(
                     f"swap_blocks: {ends[0]} and {ends[1]} are both on {Placement(source.geometry.placement).name}; "
@@ -189,6 +187,22 @@ def _plan_blocks(
         src_name=names[0],
     )
     return plan, alias
+
+
+def _plan_pairs(source: Operand, target: Operand, pairs: Pairs, what: str, name: str) -> tuple[Plan, bool]:
+    """Plan as :func:`_plan_blocks`; errors name the key and the block in the caller's dict."""
+    try:
+        return _plan_blocks(source, target, pairs, what, (name, name))
+    except CacheMismatch:
+        raise
+    except ParamError:
+        for side, blocks in zip((source, target), pairs, strict=True):
+            if (outside := np.flatnonzero(blocks >= side.geometry.rows)).size:
+                at, sources = int(outside[0]), pairs[0]
+                listed = f"[{at - int(np.argmax(sources == sources[at]))}]" if what == "copy_blocks" else ""
+                where = f"key of {name}: " if blocks is sources else f"{name}[{sources[at]}]{listed}="
+                raise ParamError(f"{where}{blocks[at]}: {side.name} has {side.geometry.rows} blocks") from None
+        raise
 
 
 def _refuse_overlap(source: Operand, target: Operand, alias: bool, what: str) -> None:

@@ -24,6 +24,7 @@ R = TypeVar("R")
 #: In every preamble. It changes only if greetings can no longer be read; links agree on a version (docs/protocol.md).
 WIRE_MAJOR: Final = 11
 _MAGIC: Final = b"ODATDIST"
+_LIMIT: Final = "sync_kv_timeout or the call's timeout"
 
 
 def preamble(purpose: int) -> bytes:
@@ -75,7 +76,7 @@ def resolve(address: tuple[str, int], deadline: Deadline, what: str) -> list[tup
 
     threading.Thread(target=look_up, name="llm-datadist-resolve", daemon=True).start()
     if not deadline.poll(lambda: bool(found)):
-        raise deadline.error(f"{what}: looking up {host!r}", "resolve")
+        raise deadline.error(f"{what}: looking up {host!r}", "resolve", advice="give an address, or a larger timeout")
     if isinstance(found[0], OSError):
         reason = found[0].strerror or found[0]
         raise LinkRefused(f"{what}: cannot resolve {host!r}: {reason}", phase="resolve") from found[0]
@@ -94,12 +95,14 @@ async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, cou
 
 
 class DialledSocket:
-    """Connection to the first of a host's ``addresses`` that accepts. Calls raise DeadlineExceeded or LinkRefused."""
+    """Connection to the first address that accepts. Calls raise LinkRefused, or DeadlineExceeded naming ``limit``."""
 
-    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str) -> None:
+    def __init__(self, addresses: list[tuple[str, int]], deadline: Deadline, what: str, limit: str = _LIMIT) -> None:
         self._left = list(addresses)
         self._deadline = deadline
         self.what = what
+        self._limit = limit
+        self._heard = False
         self.hung_up = False
         self._open()
 
@@ -138,12 +141,21 @@ class DialledSocket:
 
     def read(self, most: int) -> bytes:
         self._deadline.ready(self.socket, select.POLLIN)  # first: the answer is not there yet
-        return self._call("handshake", select.POLLIN, lambda: self.socket.recv(most))
+        data = self._call("handshake", select.POLLIN, lambda: self.socket.recv(most))
+        self._heard = True
+        return data
+
+    def _advice(self, phase: str) -> str:
+        known = "nothing answers at that address: an absent host, or a firewall"
+        if phase != "connect":
+            known = "something there accepts connections, and says nothing: another program, or a stopped peer"
+        return f"{'' if self._heard else f'{known}; '}raise {self._limit} only for a slow peer or network"
 
     def _call(self, phase: str, event: int, operation: Callable[[], R]) -> R:
         """Repeat a socket call until it does not block; between the tries, wait for ``event`` within the deadline."""
         while True:
-            self._deadline.check(self.what, phase)
+            if self._deadline.expired():
+                raise self._deadline.error(self.what, phase, advice=self._advice(phase))
             if self.hung_up:  # connect() would try once more
                 raise LinkRefused(f"{self.what}: given up here", phase=phase)
             try:

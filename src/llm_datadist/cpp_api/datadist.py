@@ -36,10 +36,12 @@ from llm_datadist.cpp_api.structs import (
     RegisterCfg,
 )
 from llm_datadist.datadist import LLMDataDist, life_of, tear_down
-from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized
+from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized, ParamError
 from llm_datadist.types import Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llm_datadist._cache.registry import Entry
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 _ALL_LAYERS: Final = KvCacheExtParam()
 _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
+_NOT_INITIALIZED: Final = "this LlmDataDist is not initialised; call Initialize first"
 
 
 @public_calls(
@@ -139,7 +142,7 @@ class LlmDataDist:
             NotInitialized: Before the first Initialize.
         """
         if self._state.dist is None:
-            raise _not_initialized("datadist")
+            raise NotInitialized(f"datadist: {_NOT_INITIALIZED}")
         return self._state.dist
 
     def __repr__(self) -> str:
@@ -425,7 +428,7 @@ class LlmDataDist:
         return call.status
 
     def CopyKvBlocks(
-        self, src_cache: Cache, dst_cache: Cache, src_blocks: BlockNumbers, dst_blocks_list: list[list[int]]
+        self, src_cache: Cache, dst_cache: Cache, src_blocks: BlockNumbers, dst_blocks_list: Sequence[BlockNumbers]
     ) -> LLMStatusCode:
         """Copy blocks: ``src_blocks[i]`` to ``dst_blocks_list[k][i]`` for every list k, in order.
 
@@ -433,7 +436,7 @@ class LlmDataDist:
         cache; -1 on kHost is host memory at ``tensor_addrs``. Source and destination may be one cache.
 
         Args:
-            src_blocks: Block numbers, not empty. A 1-D integer NumPy array is allowed (extension).
+            src_blocks: Block numbers, not empty. As every list of blocks, it may be an array (interface §6.0).
             dst_blocks_list: At least one list, each as long as ``src_blocks``.
 
         Returns:
@@ -487,9 +490,10 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
     def engine(self) -> Engine:
         """The engine underneath; NotInitialized if there is none."""
         dist = self._of.dist
-        engine = None if dist is None else life_of(dist).engine
-        if engine is None:
-            raise _not_initialized(self._what)
+        if dist is None:
+            raise NotInitialized(f"{self._what}: {_NOT_INITIALIZED}")
+        if (engine := life_of(dist).engine) is None:
+            raise life_of(dist).missing(self._what, _NOT_INITIALIZED)
         return engine
 
     def collect(self, pending: Pending, timeout: int) -> None:
@@ -497,6 +501,8 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
         overall, self.statuses, errors = pending(Deadline(timeout, cancellable=True))
         if overall is LLMStatusCode.LLM_SUCCESS:
             return
+        if not self.statuses:
+            raise ParamError(f"{self._what}: {errors[0]}")
         each = zip(self.statuses, errors, strict=True)
         failed = [f"clusters[{i}] {code.name}: {error}" for i, (code, error) in enumerate(each) if error is not None]
         text = f"{self._what}: {len(failed)} of {len(self.statuses)} failed: {'; '.join(failed)}"
@@ -520,10 +526,6 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
             each = each.__cause__ or each.__context__
         self._of.errors.last = error
         return True
-
-
-def _not_initialized(what: str) -> NotInitialized:
-    return NotInitialized(f"{what}: this LlmDataDist is not initialised; call Initialize first")
 
 
 def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None:

@@ -13,12 +13,11 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._checks import check_text
+from llm_datadist._checks import check_text, temporary_folder
 from llm_datadist._links.credentials import Kept, Secret, new_secret, read_secrets
 from llm_datadist.config import AUTH_SECRET, CACHE_MANAGER, DEVICE_ID, INSECURE, CredentialFiles, Options
 from llm_datadist.errors import ParamError
@@ -113,10 +112,10 @@ def runtime_secret_file() -> Path:
     """
     uid = os.geteuid()
     home = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(home, "open-datadist")
+    folder: Path | str = "its folder"
     try:
-        if not os.path.isdir(home):
-            folder = Path(tempfile.gettempdir(), f"open-datadist-{uid}")
+        named = os.path.isdir(home)
+        folder = Path(home, "open-datadist") if named else Path(temporary_folder(), f"open-datadist-{uid}")
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         about = folder.lstat()  # follows no symbolic link
@@ -133,5 +132,5 @@ def runtime_secret_file() -> Path:
             finally:
                 made.unlink()
     except OSError as error:
-        raise ParamError(f"{SECRET_FILE}: {folder}: cannot be used: {error.strerror}; give a file") from None
+        raise ParamError(f"{SECRET_FILE}: {folder}: {error.strerror}; give a file or XDG_RUNTIME_DIR") from None
     return path

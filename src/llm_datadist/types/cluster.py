@@ -9,6 +9,7 @@ from typing import Final
 from llm_datadist._checks import (
     Attribute,
     check_int,
+    check_rule,
     check_type,
     check_uint16,
     check_uint32,
@@ -20,6 +21,7 @@ from llm_datadist.errors import ParamError
 from llm_datadist.types.enums import LLMRole
 
 _Endpoint = tuple[int | str, int]
+_WITH_PORT: Final = re.compile(r"(\[.*\]|[^:]*):\d*", re.DOTALL)
 #: A host name; text that ends like an IPv4 address is not one.
 _NAME: Final = re.compile(r"(?!(.*\.)?\d+\.?\Z)(?=.{1,253}\Z)(\w([\w-]{0,61}\w)?(\.|\Z))+", re.ASCII)
 
@@ -33,7 +35,7 @@ def trans_str_ip(ip: str, name: str = "ip") -> int:
 
     Source: interface §2.1.
     """
-    check_type(name, ip, str)
+    check_unscoped(name, check_type(name, ip, str))
     try:
         return int.from_bytes(socket.inet_pton(socket.AF_INET, ip), "little")
     except (OSError, ValueError):
@@ -60,7 +62,9 @@ def check_endpoint(ip: object, port: object, where: str = "", *, named: bool = F
     """Return an endpoint as in a cluster info, also with a host name if ``named``. Errors begin with ``where``."""
     name = f"{where}ip"
     if isinstance(ip, str):
-        check_unscoped(name, ip)
+        check_rule("://" not in ip, f"{name}: {ip!r} has a scheme; give the host alone")
+        second = f"{where}port" if where else "the second argument"
+        check_rule(not _WITH_PORT.fullmatch(ip), f"{name}: {ip!r} has a port, which is {second}; give the host alone")
         inner = ip.removeprefix("[").removesuffix("]")
         host = inner if is_ipv6(inner) else ip if named and _NAME.fullmatch(ip) else trans_str_ip(ip, name)
         return host, check_uint16(f"{where}port", port)

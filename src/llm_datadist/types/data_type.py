@@ -1,11 +1,24 @@
-"""Element types of tensors, and their NumPy types (interface §1.2)."""
+"""Element types of tensors, and their types in NumPy and torch (interface §1.2)."""
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
+
+from llm_datadist._checks import type_error
+from llm_datadist.errors import ParamError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TorchDtype(Protocol):
+    """``torch.dtype`` for type checkers, also where torch is not installed."""
+
+    is_signed: bool
 
 
 class DataType(Enum):
@@ -78,3 +91,52 @@ np_dtype_to_dtype: Final[dict[Any, DataType]] = _ByScalarType(
 
 valid_np_dtypes: Final[list[type[np.generic]]] = list(np_dtype_to_dtype)
 """NumPy scalar types with an element type."""
+
+# NumPy has no bfloat16: its bits as uint16. Text has no array type.
+_NUMPY: Final = dtype_to_np_dtype | {DataType.DT_BF16: np.uint16}
+del _NUMPY[DataType.DT_STRING]
+
+#: Names in NumPy, ml_dtypes and torch; reversed, so that uint16 is not DT_BF16. Of 8-bit floats caches know the bits.
+_NAMES: Final = {np.dtype(scalar).name: each for each, scalar in reversed(_NUMPY.items())}
+_NAMES["bfloat16"] = DataType.DT_BF16
+_NAMES.update((f"float8_{each}", DataType.DT_UINT8) for each in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"))
+_ALIASES: Final = {"bool_": "bool", "longlong": "int64", "ulonglong": "uint64"}  # NumPy's, of scalar types
+
+Dtype = DataType | np.dtype[Any] | type[np.generic] | TorchDtype
+
+
+def data_type_of(name: str, dtype: Dtype) -> DataType:
+    """Return the element type of a NumPy dtype, NumPy scalar type, torch dtype or DataType. An extension.
+
+    TypeError, naming ``name``: none of these, such as a text. ParamError: a type or byte order that caches lack.
+    """
+    if isinstance(dtype, DataType):
+        return dtype
+    if isinstance(dtype, np.dtype):
+        known = dtype.name if dtype.isnative else ""
+    elif isinstance(dtype, type) and issubclass(dtype, np.generic):
+        known = _ALIASES.get(dtype.__name__, dtype.__name__)
+    elif isinstance(dtype, getattr(sys.modules.get("torch"), "dtype", ())):  # not imported: who has one has done so
+        known = str(dtype).removeprefix("torch.")
+    else:
+        raise type_error(name, dtype, (DataType, np.dtype))
+    if known not in _NAMES:
+        raise ParamError(f"{name}={dtype}: not an element type of caches in native byte order: {', '.join(_NAMES)}")
+    return _NAMES[known]
+
+
+def numpy_type(name: str, data_type: DataType) -> type[np.generic]:
+    """Return the NumPy type of an element type; ParamError naming ``name`` for text."""
+    if (dtype := _NUMPY.get(data_type)) is None:
+        raise ParamError(f"{name}={data_type.name}: NumPy has no such element type")
+    return dtype
+
+
+def torch_type(name: str, data_type: DataType) -> torch.dtype:
+    """Return the torch dtype of an element type; ParamError naming ``name`` if torch has none. Imports torch."""
+    import torch
+
+    known = "bfloat16" if data_type is DataType.DT_BF16 else np.dtype(numpy_type(name, data_type)).name
+    if not isinstance(dtype := getattr(torch, known, None), torch.dtype):
+        raise ParamError(f"{name}={data_type.name}: this version of torch has no {known}")
+    return dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, TypeVar
 
 from llm_datadist._checks import (
     Attribute,
@@ -18,7 +18,7 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native.public_call import OfProcess, public_call
 from llm_datadist.errors import ParamError, StateError
-from llm_datadist.types.data_type import DataType
+from llm_datadist.types.data_type import DataType, data_type_of
 from llm_datadist.types.enums import Placement
 
 if TYPE_CHECKING:
@@ -26,10 +26,21 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from llm_datadist.types.data_type import Dtype
     from llm_datadist.types.grant import Grant, Granter
 
-    #: A list of blocks; an array is 1-D (extension).
-    BlockNumbers = list[int] | tuple[int, ...] | np.ndarray[Any, np.dtype[np.integer[Any]]]
+    class _Tensor(Protocol):
+        """A tensor of torch."""
+
+        def numpy(self) -> np.ndarray[Any, Any]: ...
+        def data_ptr(self) -> int: ...
+
+    #: Block numbers: list, tuple or range; an extension: a 1-D array or CPU tensor, of integers.
+    BlockNumbers = Sequence[SupportsIndex] | np.ndarray[Any, np.dtype[np.integer[Any]]] | _Tensor
+    #: Of the dicts of ``copy_blocks`` and ``swap_blocks``: one source, one destination, several.
+    Block = TypeVar("Block", bound=SupportsIndex)
+    To = TypeVar("To", bound=SupportsIndex)
+    Several = TypeVar("Several", bound=BlockNumbers)
 
 _MAX_DIMS: Final = 31
 _MAX_BYTES: Final = 2**63 - 1
@@ -41,7 +52,7 @@ class CacheDesc:
     The arguments are the attributes (``batch_dim_index`` is ``batch_dim``).
 
     Raises:
-        ParamError: An integer outside its width, or a dimension index outside the shape.
+        ParamError: An integer outside its width, a dimension index outside the shape, a dtype without DataType.
         TypeError: A wrong type (NoneArgument for None).
 
     Source: interface §4, §5.
@@ -51,7 +62,7 @@ class CacheDesc:
     shape: Attribute[Sequence[int]] = Attribute(
         "Shape of one tensor: the list or tuple of int64 given, for ``update_dim``. ``shape[0]`` counts rows or blocks."
     )
-    data_type = Attribute[DataType]("Element type.")
+    data_type = Attribute[DataType]("Element type; may be given as a dtype of NumPy or torch (extension).")
     placement = Attribute[Placement]("Place of the memory.")
     batch_dim = Attribute[int]("Index of the dimension that counts batch rows, in [0, len(shape)).")
     batch_size = Attribute[int]("``shape[batch_dim]`` when the descriptor was made; ``update_dim`` does not change it.")
@@ -62,7 +73,7 @@ class CacheDesc:
         self,
         num_tensors: int,
         shape: Sequence[int],
-        data_type: DataType,
+        data_type: Dtype,
         placement: Placement = Placement.DEVICE,
         batch_dim_index: int = 0,
         seq_len_dim_index: int = -1,
@@ -71,7 +82,8 @@ class CacheDesc:
         self._num_tensors = check_uint32("num_tensors", num_tensors)
         self._shape = check_type("shape", shape, (list, tuple))
         dims = [check_int64(f"shape[{i}]", dim) for i, dim in enumerate(self._shape)]
-        self._data_type = check_type("data_type", data_type, DataType)
+        check_rule(dims, f"shape is empty: 1 to {_MAX_DIMS} dimensions are possible")
+        self._data_type = data_type_of("data_type", data_type)
         self._placement = check_type("placement", placement, Placement)
         self._batch_dim = batch = check_int("batch_dim_index", batch_dim_index)
         bounds = f"[0, {len(dims)}) ({dims})"
@@ -199,7 +211,7 @@ class Cache(OfProcess):
         fails. Contents are not compared.
 
         Args:
-            blocks: Block numbers; list, tuple or 1-D integer NumPy array.
+            blocks: Block numbers; list, tuple, range, or a 1-D integer array or CPU tensor.
             ttl: Lifetime in seconds, above 0; :meth:`Grant.renew` changes it. None, only with ``peer``: no limit.
             token: 16 random bytes that name the grant. Default: None, the library draws them. With a token of its own,
                 a scheduler names the grant to a reader before the owner makes it; the reader's claim waits.

@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -14,20 +15,23 @@ namespace datadist {
 // A Python exception is set.
 struct PythonError {};
 
+// One line of at most 200 bytes.
 inline std::string repr_of(PyObject* object) {
     PyObject* shown = PyObject_Repr(object);
     if (shown == nullptr) throw PythonError{};
     const char* utf8 = PyUnicode_AsUTF8AndSize(shown, nullptr);
-    const std::string result = utf8 != nullptr ? utf8 : "?";
+    std::string result = std::string(utf8 != nullptr ? utf8 : "?").substr(0, 200);
+    std::replace(result.begin(), result.end(), '\n', ' ');
     if (utf8 == nullptr) PyErr_Clear();
     Py_DECREF(shown);
     return result;
 }
 
 [[noreturn]] inline void refuse_type(const char* name, Py_ssize_t at, PyObject* item) {
+    const std::string shown = repr_of(item);
     PyObject* type = PyType_GetName(Py_TYPE(item));
     if (type == nullptr) throw PythonError{};
-    PyErr_Format(PyExc_TypeError, "%s[%zd] is %R: must be an int, not %U", name, at, item, type);
+    PyErr_Format(PyExc_TypeError, "%s[%zd] is %s: must be an int, not %U", name, at, shown.c_str(), type);
     Py_DECREF(type);
     throw PythonError{};
 }
@@ -48,6 +52,10 @@ inline std::int64_t int_value(PyObject* item, const char* name, Py_ssize_t at) {
 inline std::int64_t index_value(PyObject* item, const char* name, Py_ssize_t at) {
     if (!PyIndex_Check(item)) refuse_type(name, at, item);
     PyObject* number = PyNumber_Index(item);
+    if (number == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {  // as of an array or a tensor of floats
+        PyErr_Clear();
+        refuse_type(name, at, item);
+    }
     if (number == nullptr) throw PythonError{};
     std::int64_t value = 0;
     try {

@@ -167,7 +167,7 @@ private:
     std::size_t run_count_;
 };
 
-// Python parses what is no list, tuple or int64 array without negative values, and finds the None in a list.
+// Python parses ranges, tensors and arrays other than int64 ones without negative values, and finds the None in a list.
 inline nb::object parse_in_python(const char* name, nb::handle values) {
     return nb::module_::import_("llm_datadist._native").attr("parse_other_blocks")(name, values);
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist import LLMConfig, LLMDataDist, LLMRole
@@ -34,13 +33,9 @@ def start_instance(
     The pool lies in ``gpu``; in host memory if that is None.
     """
     option = vllm_config.kv_transfer_config.get_from_extra_config
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    config.sync_kv_timeout = int(option("timeout_ms", 10_000))
+    config = LLMConfig(device_id=0, enable_cache_manager=True, sync_kv_timeout=int(option("timeout_ms", 10_000)))
     if pool_bytes:
-        pages = -(-pool_bytes >> _PAGE_SHIFT)
-        config.mem_pool_cfg = json.dumps({"memory_size": pages << _PAGE_SHIFT, "page_shift": _PAGE_SHIFT})
+        config.mem_pool_cfg = str(-(-pool_bytes >> _PAGE_SHIFT) << _PAGE_SHIFT)  # in whole pages
     if host is not None:
         config.listen_ip_info = show_address((host, 0))
     options = config.generate_options() | {"llm.Transport": str(option("transport", "auto"))}

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from llm_datadist._checks import temporary_folder
 from llm_datadist.tools.bench import ContenderFailed
 from llm_datadist.tools.bench.contenders import find
 from llm_datadist.tools.bench.contenders.base import Role
@@ -56,7 +57,7 @@ class Process:
 
     def __init__(self, contender: str, role: Role, build: Build) -> None:
         self.name = contender if role is Role.ALONE else f"{contender} ({role})"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by kill
+        self._log = tempfile.TemporaryFile(dir=temporary_folder())  # noqa: SIM115  closed by kill
         self._process = subprocess.Popen(
             # By the name that builds of every age have.
             [*build.within.get(role, ()), build.python, "-P", "-m", "llm_datadist.bench.worker", contender, role],

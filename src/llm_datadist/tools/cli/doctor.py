@@ -64,8 +64,8 @@ def doctor(
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise typer.BadParameter(f"--peer {text!r} is not of the form HOST:PORT")
+    if not host or "%" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise typer.BadParameter(f"--peer {text!r} is not of the form HOST:PORT; a scope (%) is not allowed")
     return host.strip("[]"), int(port)
 
 

@@ -72,6 +72,7 @@ def _new_secret(path: Path, name: str) -> None:
         raise typer.BadParameter(
             f"{path} has a secret {name!r} already, or that is not one word in ASCII: choose another --id"
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
     new_secret(path, name)
     print(f"{path}: secret {name}, {'believed' if present else 'shown and believed'} by instances that use this file")
 

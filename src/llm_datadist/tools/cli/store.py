@@ -41,7 +41,7 @@ def store(
     ] = 4,
     cluster_id: ClusterId = STORE_ID,
     metrics: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve Prometheus metrics at this port of 127.0.0.1.")
+        int | None, typer.Option(min=0, max=65535, help="Serve metrics (extra [metrics]) at this port of 127.0.0.1.")
     ] = None,
     drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds in which loads and saves may end, once interrupted; again: at once.")

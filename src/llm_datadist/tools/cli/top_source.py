@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-from llm_datadist._checks import clean
+from llm_datadist._checks import clean, temporary_folder
 from llm_datadist._statistics_page import PAGE_VERSION, Instance, cleaned
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ class Remote:
 
     def _begin(self) -> subprocess.Popen[bytes]:
         self._rest = b""
-        self._complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  lives as long as ssh
+        try:
+            self._complaints = tempfile.TemporaryFile("w+", errors="replace", dir=temporary_folder())  # noqa: SIM115
+        except OSError as error:
+            self._fail(f"no temporary file: {error.strerror}")
         try:
             ssh = subprocess.Popen(
                 self._command,

@@ -19,11 +19,9 @@ from llm_datadist import (
     Cache,
     CacheDesc,
     DataType,
-    LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
     LLMRole,
-    LLMStatusCode,
     Placement,
 )
 from llm_datadist.tools.demo.model import Array, DemoModel, DemoWorkload, PagedKV
@@ -63,21 +61,15 @@ def _side(role: LLMRole, transport: str, memory: str, device: str, secrets: str)
     """Initialise one role, with a blocks cache full of NaN: a missing byte makes no token right by accident."""
     is_prompt = role is LLMRole.PROMPT
     own: list[Array] = list(np.full(_WORK.shape, np.nan, np.float32))
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    config.mem_pool_cfg = json.dumps({"memory_size": len(own) * own[0].nbytes})
+    config = LLMConfig(mem_pool_cfg=len(own) * own[0].nbytes, sync_kv_timeout=_TIMEOUT_MS)
     if device != "host":
         config.host_mem_pool_cfg = config.mem_pool_cfg
-    config.sync_kv_timeout = _TIMEOUT_MS
     if is_prompt:
         config.listen_ip_info = f"{_HOST}:0"  # any free port; datadist.listen_port has it
-    options = config.generate_options() | {"llm.Transport": transport, "llm.DeviceMemory": device}
+    config.ge_options = {"llm.Transport": transport, "llm.DeviceMemory": device}
     if secrets:
-        options["llm.AuthSecretFile"] = secrets
-    datadist = LLMDataDist(role, 0 if is_prompt else 1)
-    datadist.init(options)
-    try:
+        config.ge_options["llm.AuthSecretFile"] = secrets
+    with LLMDataDist(role, 0 if is_prompt else 1, config=config) as datadist:
         manager, key = datadist.cache_manager, _KEY if is_prompt else None
         desc = CacheDesc(len(own), list(_WORK.shape[1:]), DataType.DT_FLOAT)
         if memory == "registered":
@@ -93,8 +85,6 @@ def _side(role: LLMRole, transport: str, memory: str, device: str, secrets: str)
             side = _Side(datadist, cache, views, registered=False, host=host)
             side.swap(list(range(_WORK.pool_blocks)), to_device=True)
             yield side
-    finally:
-        datadist.finalize()
 
 
 def _reference(*_: str) -> None:
@@ -141,12 +131,8 @@ def _publish(side: _Side) -> dict[str, Any]:
 def _pull(side: _Side, offer: dict[str, Any], model: DemoModel) -> dict[str, Any]:
     """Link, pull the offered blocks into others, unlink and generate; return what came of it."""
     datadist, sources = side.datadist, offer["blocks"]
-    cluster = LLMClusterInfo()
-    cluster.remote_cluster_id = 0
-    cluster.append_local_ip_info(_HOST, 0)
-    cluster.append_remote_ip_info(_HOST, offer["port"])
-    _check("link_clusters", *datadist.link_clusters([cluster], timeout=_TIMEOUT_MS))
-    choice = datadist.explain(remote_cluster_id=0)
+    link = datadist.connect(f"{_HOST}:{offer['port']}", cluster_id=0, timeout=_TIMEOUT_MS)
+    choice = link.explain()
     # Registered memory may use another transport than pools.
     transport = (choice.private_transport if side.registered else None) or choice.transport
     print(f"linked over {transport}")
@@ -158,17 +144,12 @@ def _pull(side: _Side, offer: dict[str, Any], model: DemoModel) -> dict[str, Any
     kv = PagedKV(side.tensors, blocks, offer["length"])
     digest, nbytes = kv.digest(), len(sources) * side.tensors[0][0].nbytes * len(side.tensors)
     print(f"pulled {len(sources)} blocks, {nbytes / 1e6:.1f} MB, in {seconds * 1e3:.2f} ms")
-    _check("unlink_clusters", *datadist.unlink_clusters([cluster], timeout=_TIMEOUT_MS))
+    link.close(_TIMEOUT_MS)
     tokens = model.generate(offer["first_token"], _WORK.generate, kv)
     print(f"generated {len(tokens)} tokens")
     place = datadist.statistics().pools[0].device
     moved = {"transport": transport, "reason": choice.reason, "device": place, "blocks": len(sources), "bytes": nbytes}
     return moved | {"seconds": seconds, "digest": digest, "tokens": tokens, "sealed": choice.sealed}
-
-
-def _check(what: str, status: LLMStatusCode, each: list[LLMStatusCode]) -> None:
-    if status != LLMStatusCode.LLM_SUCCESS:
-        raise RuntimeError(f"{what} to cluster 0 failed: {status} ({', '.join(map(str, each))})")
 
 
 def _tell(**result: object) -> None:

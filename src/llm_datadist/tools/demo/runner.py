@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from llm_datadist._checks import temporary_folder
 from llm_datadist._links.credentials import new_secret
 from llm_datadist.tools.demo.model import DemoWorkload
 from llm_datadist.tools.demo.roles import RESULT
@@ -52,11 +53,11 @@ def run_demo(transport: DemoTransport, memory: DemoMemory, device: DemoDevice, *
     """
     result: dict[str, Any] = {"ok": False} | dict.fromkeys(_FIELDS.split())
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
             secrets = str(new_secret(Path(folder) / "secrets", "demo")) if secure else ""
             with _Demo((transport, memory, device, secrets), sys.stderr if as_json else sys.stdout) as demo:
                 result |= demo.run()
-    except RuntimeError as error:
+    except (RuntimeError, FileNotFoundError) as error:
         result["error"] = str(error)
     except KeyboardInterrupt:
         result["error"] = "interrupted"

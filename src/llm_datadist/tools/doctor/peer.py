@@ -6,15 +6,17 @@ import os
 import socket
 import statistics
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from llm_datadist import LLMException, LLMRole
 from llm_datadist._deadline import Deadline
+from llm_datadist.config import LISTEN
 from llm_datadist.datadist import life_of
 from llm_datadist.errors import AuthFailed, DeadlineExceeded, ProtocolError
+from llm_datadist.tools.doctor.answers import lacks_credentials, other_program
 from llm_datadist.tools.doctor.finding import Finding, Severity, judge
 from llm_datadist.tools.doctor.serve import (
     BLOCK_BYTES,
@@ -66,17 +68,15 @@ def examine(
         if deadline.expired():  # the finding says so
             return
     progress("linking")
-    try:
-        # Different from the peer's id and those of other doctors there.
-        end = make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given)
-    except LLMException as error:
-        mend = "correct the option that the text names, or the finding about memory above"
-        yield Finding("peer_link", Severity.PROBLEM, str(error), "no instance can be made here", mend)
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            # Different from the peer's id and those of other doctors there.
+            end = stack.enter_context(make_end(LLMRole.DECODER, int.from_bytes(os.urandom(6), "big"), given))
+        except LLMException as error:
+            mend = "correct the option that the text names, or the finding about memory above"
+            yield Finding("peer_link", Severity.PROBLEM, str(error), "no instance can be made here", mend)
+            return
         yield from _linked(end, cluster_id, ends, port, progress, deadline)
-    finally:
-        end.finalize()
 
 
 def _unreachable(peer: str, port: int, error: OSError) -> Finding:
@@ -149,7 +149,7 @@ def _linked(
     try:
         links.link(None, (there, port), Deadline(min(_LINK_MS, deadline.remaining_ms())))  # the peer tells its id
     except LLMException as error:
-        yield _not_linked(error)
+        yield _not_linked(error, (there, port), deadline)
         return
     (link,) = end.statistics().links
     answered = link.remote_cluster_id
@@ -178,25 +178,36 @@ def _linked(
         links.unlink(answered, Deadline(min(_LINK_MS, deadline.remaining_ms())), force=False)
 
 
-def _not_linked(error: LLMException) -> Finding:
-    text = str(error)
-    if isinstance(error, AuthFailed):
-        mend = (
-            "give both sides the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
-            "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
-        )
-        return Finding("peer_authentication", Severity.PROBLEM, text, _NO_LINK, mend)
-    if isinstance(error, DeadlineExceeded):
+def _not_linked(error: LLMException, address: tuple[str, int], deadline: Deadline) -> Finding:
+    text, deaf = str(error), isinstance(error, DeadlineExceeded)
+    strange = deaf or error.phase == "handshake" or isinstance(error.__cause__, ProtocolError)
+    # The questions, also those about credentials, take at most as long.
+    if strange and deadline.remaining() > 2 * _SECONDS and (program := other_program(address)):
+        text = f"{show_address(address)} {program}, not this library: is it the port of {LISTEN}?"
+        mend = "name that port of the peer: llm-datadist doctor --peer HOST:PORT"
+    elif isinstance(error, AuthFailed):
+        return Finding("peer_authentication", Severity.PROBLEM, text, _NO_LINK, _credentials(text, address))
+    elif deaf:
         mend = "look whether the peer is stopped or overloaded: ps -o stat,pcpu -p PID"
-    elif (
-        error.phase == "handshake"
-        or isinstance(error.__cause__, ProtocolError)
-        or any(each in text for each in ("no common protocol version", "wire major"))
-    ):  # it left, answered something else, or speaks another language
+    elif strange or any(each in text for each in ("no common protocol version", "wire major")):  # or it left
         mend = "install the same version on both sides: pip install --upgrade open-datadist; let the port be doctor's"
     else:
         mend = "give both sides the same options: llm-datadist doctor --option KEY=VALUE"
     return Finding("peer_link", Severity.PROBLEM, text, _NO_LINK, mend)
+
+
+def _credentials(text: str, address: tuple[str, int]) -> str:
+    """Return how to mend a failed proof: which side has no secret, or that both have different ones."""
+    if "asks for authentication" in text:
+        return "this side has no secret or certificate, the peer has: --secrets FILE, or --option llm.TlsCert=FILE ..."
+    if "secrets of the two sides differ" in text:
+        return "the secrets differ, or the peer has certificates: compare llm-datadist keys show FILE on both sides"
+    if "it rejected this instance's credentials" in text and lacks_credentials(address):
+        return "the peer has no secret or certificate, this side has: give it the same, in programs llm.AuthSecretFile"
+    return (
+        "give both sides the same secret: llm-datadist keys new FILE; llm-datadist doctor --secrets FILE; or "
+        "certificates of one authority: --option llm.TlsCert=FILE, llm.TlsKey, llm.TlsCa"
+    )
 
 
 def _authentication(link: LinkStatistics) -> Finding:

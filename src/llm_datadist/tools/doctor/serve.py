@@ -31,17 +31,10 @@ _SECONDS: Final = 10.0
 PULL_S: Final = 20
 
 
-def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str | None = None) -> LLMDataDist:
-    """Return an initialised instance with a pool for one cache."""
-    config = LLMConfig()
-    config.device_id, config.enable_cache_manager = 0, True
-    config.sync_kv_timeout = PULL_S * 1000
-    config.mem_pool_cfg = f'{{"memory_size": {BLOCKS * BLOCK_BYTES}, "page_shift": 16}}'
-    if listen is not None:
-        config.listen_ip_info = listen
-    end = LLMDataDist(role, cluster_id)
-    end.init(config.generate_options() | given)
-    return end
+def make_end(role: LLMRole, cluster_id: int, given: dict[str, str], listen: str = "") -> LLMDataDist:
+    """Return an instance with a pool for one cache; ``with`` initialises it."""
+    own = LLMConfig(listen_ip_info=listen, sync_kv_timeout=PULL_S * 1000, mem_pool_cfg=BLOCKS * BLOCK_BYTES)
+    return LLMDataDist(role, cluster_id, config=LLMConfig(ge_options=own.generate_options() | given))
 
 
 def describe() -> CacheDesc:
@@ -52,8 +45,7 @@ def describe() -> CacheDesc:
 @contextmanager
 def serving(host: str, port: int, given: dict[str, str]) -> Iterator[None]:
     """Answer peers during the ``with`` block. Raise OSError if a port is taken, or what ``init`` raises."""
-    end = make_end(LLMRole.PROMPT, CLUSTER, given, show_address((host, port)))
-    try:
+    with make_end(LLMRole.PROMPT, CLUSTER, given, show_address((host, port))) as end:
         cache = end.cache_manager.allocate_blocks_cache(describe(), KEY)
         with _Raw((host, port + 1), _Answer) as raw:
             thread = threading.Thread(target=raw.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
@@ -64,8 +56,6 @@ def serving(host: str, port: int, given: dict[str, str]) -> Iterator[None]:
                 raw.shutdown()
                 thread.join()
         end.cache_manager.deallocate_blocks_cache(cache)
-    finally:
-        end.finalize()
 
 
 class _Raw(socketserver.ThreadingTCPServer):

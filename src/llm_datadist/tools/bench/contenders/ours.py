@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -13,11 +12,9 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     DataType,
-    LLMClusterInfo,
     LLMConfig,
     LLMDataDist,
     LLMRole,
-    LLMStatusCode,
     Placement,
 )
 from llm_datadist._deadline import Deadline
@@ -26,7 +23,7 @@ from llm_datadist.tools.bench.workload import BenchMemory, BenchWorkload, Bytes,
 from llm_datadist.views import tensor_views
 
 if TYPE_CHECKING:
-    from llm_datadist import Cache
+    from llm_datadist import Cache, PeerLink
 
 CLUSTER: Final = {Role.SOURCE: 0, Role.DESTINATION: 1}
 KEY: Final = BlocksCacheKey(CLUSTER[Role.SOURCE])
@@ -45,13 +42,10 @@ def open_instance(
     ``pool_bytes`` is the size of the device pool; 0: no pool. ``accessible`` is remote cache access (RCA): a push needs
     it, a pull by key must not have it.
     """
-    config = LLMConfig()
-    config.device_id = 0
-    config.enable_cache_manager = True
-    config.enable_remote_cache_accessible = accessible
+    config = LLMConfig(device_id=0, enable_cache_manager=True, enable_remote_cache_accessible=accessible)
     config.sync_kv_timeout = _TIMEOUT_MS
     if pool_bytes:
-        config.mem_pool_cfg = json.dumps({"memory_size": pool_bytes, "page_shift": _PAGE_SHIFT})
+        config.mem_pool_cfg = str(pool_bytes)
     if workload.op in (Op.H2D, Op.D2H):
         config.host_mem_pool_cfg = config.mem_pool_cfg
     if role is Role.SOURCE:
@@ -97,16 +91,9 @@ def make_cache(
     return manager.register_blocks_cache(desc, bases, key) if paged else manager.register_cache(desc, bases), tensors
 
 
-def link(datadist: LLMDataDist, port: int) -> LLMClusterInfo:
-    """Link the destination to the source at ``port``, or raise RuntimeError."""
-    info = LLMClusterInfo()
-    info.remote_cluster_id = CLUSTER[Role.SOURCE]
-    info.append_local_ip_info(HOST, 0)
-    info.append_remote_ip_info(HOST, port)
-    status, _ = datadist.link_clusters([info], _TIMEOUT_MS)
-    if status != LLMStatusCode.LLM_SUCCESS:
-        raise RuntimeError(f"link_clusters: {status}")
-    return info
+def link(datadist: LLMDataDist, port: int) -> PeerLink:
+    """Link the destination to the source at ``port``."""
+    return datadist.connect(f"{HOST}:{port}", CLUSTER[Role.SOURCE], _TIMEOUT_MS)
 
 
 class Ours(Contender):
@@ -242,20 +229,13 @@ class Linking(Ours):
 
     def connect(self, facts: Facts) -> Facts:
         self._port = facts["port"]
-        info = link(self._datadist, self._port)
-        used = self._transport_used()
-        self._unlink(info)
-        return {"transport": used}
+        with link(self._datadist, self._port):
+            return {"transport": self._transport_used()}
 
     def transfer_one(self, index: int) -> None:
-        self._unlink(link(self._datadist, self._port))
+        link(self._datadist, self._port).close(_TIMEOUT_MS)
 
     def verify(self, seed: int) -> bool:
         if self._datadist.statistics().links and self.role is Role.DESTINATION:
             raise RuntimeError("a link is left after unlink_clusters")
         return self.role is Role.DESTINATION
-
-    def _unlink(self, info: LLMClusterInfo) -> None:
-        status, _ = self._datadist.unlink_clusters([info], _TIMEOUT_MS)
-        if status != LLMStatusCode.LLM_SUCCESS:
-            raise RuntimeError(f"unlink_clusters: {status}")
