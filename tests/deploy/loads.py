@@ -187,6 +187,7 @@ def unlinks(pair: Pair) -> Rounds:
         yield from _pulls(pair)
         assert pair.decoder.do(unlink, [info(pair.prompt.cluster_id, pair.prompt.port)])[0] == 0
         other.decoder.do(_lose, other.prompt.cluster_id)
+        other.link()
         yield from _pulls(other)
         pair.link()
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,11 +20,11 @@ _ALERTS: Final = re.findall(r"alert: (\w+)", RULES.read_text())
 
 
 @pytest.fixture
-def exported() -> Iterator[set[str]]:
+def exported() -> set[str]:
     """Names of all samples of a store."""
     with StoreServer(1 << 20) as server:
         families = list(StoreCollector(server).collect())
-    yield {each.name + ("_total" if each.type == "counter" else "") for each in families}
+    return {each.name + ("_total" if each.type == "counter" else "") for each in families}
 
 
 @needs_prometheus
