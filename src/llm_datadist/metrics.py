@@ -204,12 +204,16 @@ class LinkStatistics:
 
 @dataclass(frozen=True, slots=True)
 class RedialStatistics:
-    """A lost link that is dialled again; ``reason`` is the last failure."""
+    """A lost link that is dialled again; ``reason`` is the last failure.
+
+    ``refused`` is True if nothing listens at the address: the peer's process has ended, unless a firewall answers.
+    """
 
     remote_cluster_id: int
     address: str
     attempts: int
     reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +272,7 @@ class Statistics:
         links_lost: Links that ended without unlinking, by cause: ``connection`` (broken or closed), ``process_ended``,
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).
+        lost_peers: Kind of the loss by cluster id, until the peer is linked again or unlinked here.
         reconnects: Lost links that this instance has dialled back.
         devices: The GPU of caches with ``Placement.DEVICE``, if that is one.
         tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets``.
@@ -289,4 +294,5 @@ class Statistics:
     links_lost: dict[str, int] = field(default_factory=dict)
     reconnects: int = 0
     devices: tuple[DeviceStatistics, ...] = ()
+    lost_peers: dict[int, str] = field(default_factory=dict)
     tables: dict[str, int] = field(default_factory=dict, compare=False)  # history, no state

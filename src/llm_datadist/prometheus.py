@@ -160,12 +160,16 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
     lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
     yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
+    peers = [([str(peer), kind], 1.0) for peer, kind in now.lost_peers.items()]
+    yield gauge("link_lost", "1 until a lost link is back or unlinked.", ["peer", "kind"], peers)
     yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
     yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])
     for name, text, field in _DEVICE_COUNTERS:
         yield counter(name, text, ["device"], [([each.name], getattr(each, field)) for each in now.devices])
     redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]
     yield gauge("redial_attempts", "Tries to get a lost link back.", ["peer"], redials)
+    refused = [([str(each.remote_cluster_id)], float(each.refused)) for each in now.redials]
+    yield gauge("redial_refused", "1 while nothing listens at the peer's address.", ["peer"], refused)
 
 
 def _durations(now: Statistics, cluster: str) -> HistogramMetricFamily:

@@ -53,7 +53,7 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         with urllib.request.urlopen(f"http://127.0.0.1:{first['metrics']}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
         assert NS.hex() not in metrics, "who knows a namespace may use it"
-        labels = f'{{namespace="{shown(NS)}",tenant=""}}'
+        labels = f'{{namespace="{shown(NS)}",rank="0/1",tenant=""}}'
         for name, value in {"stored_keys_total": 3, "found_keys_total": 3, "published_slots": 3, "slots": 61}.items():
             assert f"llm_datadist_store_{name}{labels} {value:.1f}\n" in metrics
         assert "llm_datadist_store_cleared_namespaces_total 0.0\n" in metrics

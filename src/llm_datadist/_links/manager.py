@@ -210,6 +210,11 @@ class LinkManager:
         return {kind: meter.count for kind, meter in self._lost.copy().items()}
 
     @property
+    def lost_peers(self) -> dict[int, str]:
+        """Kind of the loss by cluster id, until it is linked again or unlinked here."""
+        return self._table.lost.copy()
+
+    @property
     def reconnected(self) -> int:
         return self._reconnector.succeeded
 
@@ -513,7 +518,7 @@ class LinkManager:
         reconnect = self._reconnector.begin(link) if in_table and not expected else None
         if not link.ended:  # first, too: NotLinked names the reason
             self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
-        self._table.remove(link)
+        self._table.remove(link, "" if expected else kind)
         if link.end(reason, lost=lost):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)

@@ -233,6 +233,7 @@ class Reconnect(Attempt):
         self.cost = 0.0  # seconds that its failed attempts held a thread
         self.address = address
         self.reason = ""  # of the last failure
+        self.refused = False  # by the kernel of the peer's host
         self.delay = delay  # before jitter
         watches = (each.watch() for each in link.connection.connections)
         self._watch: Watch | None = next((watch for watch in watches if watch is not None), None)
@@ -326,6 +327,7 @@ class Reconnector(RetryQueue[Reconnect]):
                 address=show_address(each.address),
                 attempts=each.attempts,
                 reason=each.reason,
+                refused=each.refused,
             )
             for each in attempts
             if not self._linked(each)  # its attempt has succeeded
@@ -350,6 +352,7 @@ class Reconnector(RetryQueue[Reconnect]):
             self._dial_once(reconnect, Deadline(_ATTEMPT_MS))
         except LLMException as error:
             reconnect.reason = str(error)
+            reconnect.refused = isinstance(error.__cause__, ConnectionRefusedError)
             reconnect.cost += time.monotonic() - began
             final = error.status_code in _FINAL
             if final and not reconnect.cancelled:

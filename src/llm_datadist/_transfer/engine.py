@@ -296,6 +296,7 @@ class Engine:
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
             links_lost=self.links.lost,
+            lost_peers=self.links.lost_peers,
             reconnects=self.links.reconnected,
             devices=(device.statistics(),) if isinstance(device := self.caches.device, CudaDevice) else (),
             tables={"ended_grants": self.grants.ended, "peer_secrets": len(self.links.endpoint.peer_secrets)},

@@ -566,6 +566,7 @@ def _figures(space: _Space) -> NamespaceStatistics:
         loads=space.loads,
         events=space.log.number,
         logged=space.log.keys,
+        rank=f"{space.ranks[1].index(space.name[1])}/{len(space.ranks[1])}",
         block_bytes=desc.num_tensors * desc.size // slots.count,
         **space.counts,
     )
