@@ -13,7 +13,7 @@ from llm_datadist._checks import require_intact
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import Requests, UseGate, Waiter, steps
 from llm_datadist._native.public_call import raise_of_handler, whole
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError
