@@ -181,6 +181,7 @@ class LinkStatistics:
         protocol: Version of the wire that both sides speak.
         dialled: Address that this side dialled, "ip:port" or "[ipv6]:port"; "a communicator's" for a member of
             ``link()``; empty if the peer dialled.
+        peer_release, peer_role: As the peer said when it was linked; empty if it is older.
     """
 
     remote_cluster_id: int
@@ -200,6 +201,8 @@ class LinkStatistics:
     peer_incarnation: str = ""
     protocol: int = 0
     dialled: str = ""
+    peer_release: str = ""
+    peer_role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +279,9 @@ class Statistics:
         reconnects: Lost links that this instance has dialled back.
         devices: The GPU of caches with ``Placement.DEVICE``, if that is one.
         tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets``.
+        release, role: Of this instance.
+        protocol: Newest version of the wire that this release speaks.
+        transport: Asked for by ``llm.Transport``; empty if the link chooses.
     """
 
     pools: tuple[PoolStatistics, ...]
@@ -296,3 +302,7 @@ class Statistics:
     devices: tuple[DeviceStatistics, ...] = ()
     lost_peers: dict[int, str] = field(default_factory=dict)
     tables: dict[str, int] = field(default_factory=dict, compare=False)  # history, no state
+    release: str = ""
+    role: str = ""
+    protocol: int = 0
+    transport: str = ""

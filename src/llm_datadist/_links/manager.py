@@ -19,7 +19,8 @@ from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly, Located, UnlinkAck, Verified
 from llm_datadist._links.retry import Attempt, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
-from llm_datadist._log import logger, named
+from llm_datadist._log import links_logger as logger
+from llm_datadist._log import named
 from llm_datadist._native import Meter, Use, steps
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist.errors import (

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger, named
+from llm_datadist._log import links_logger as logger
+from llm_datadist._log import named
 from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
