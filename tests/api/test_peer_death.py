@@ -525,8 +525,8 @@ def texts_in_the_moment_of_a_loss(world: World, peer: int) -> list[str]:
     table = world.probe.link_table
     really, texts = table.remove, list[str]()
 
-    def remove(link: Any) -> None:
-        really(link)
+    def remove(link: Any, *lost: str) -> None:
+        really(link, *lost)
         with pytest.raises(NotLinked) as caught:
             world.probe.link(peer)
         texts.append(str(caught.value))
