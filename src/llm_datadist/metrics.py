@@ -275,13 +275,13 @@ class Statistics:
         links_lost: Links that ended without unlinking, by cause: ``connection`` (broken or closed), ``process_ended``,
             ``silent``, ``unauthenticated`` (renewal failed or late), ``replaced`` (by a newer link of the same cluster
             id).
-        lost_peers: Kind of the loss by cluster id, until the peer is linked again or unlinked here.
         reconnects: Lost links that this instance has dialled back.
         devices: The GPU of caches with ``Placement.DEVICE``, if that is one.
         tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets``.
         release, role: Of this instance.
         protocol: Newest version of the wire that this release speaks.
         transport: Asked for by ``llm.Transport``; empty if the link chooses.
+        lost_peers: Cluster id and kind of loss of each lost peer, until it is linked again or unlinked here.
     """
 
     pools: tuple[PoolStatistics, ...]
@@ -300,9 +300,9 @@ class Statistics:
     links_lost: dict[str, int] = field(default_factory=dict)
     reconnects: int = 0
     devices: tuple[DeviceStatistics, ...] = ()
-    lost_peers: dict[int, str] = field(default_factory=dict)
     tables: dict[str, int] = field(default_factory=dict, compare=False)  # history, no state
     release: str = ""
     role: str = ""
     protocol: int = 0
     transport: str = ""
+    lost_peers: tuple[tuple[int, str], ...] = ()

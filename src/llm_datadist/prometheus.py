@@ -164,7 +164,7 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
     lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
     yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
-    peers = [([str(peer), kind], 1.0) for peer, kind in now.lost_peers.items()]
+    peers = [([str(peer), kind], 1.0) for peer, kind in now.lost_peers]
     yield gauge("link_lost", "1 until a lost link is back or unlinked.", ["peer", "kind"], peers)
     yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
     yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])

@@ -128,7 +128,7 @@ def picture(world: World) -> Any:
         devices=(),
         redials=(),
         links_lost={},
-        lost_peers={},
+        lost_peers=(),
         reconnects=0,
     )
 

@@ -211,9 +211,9 @@ class LinkManager:
         return {kind: meter.count for kind, meter in self._lost.copy().items()}
 
     @property
-    def lost_peers(self) -> dict[int, str]:
-        """Kind of the loss by cluster id, until it is linked again or unlinked here."""
-        return self._table.lost.copy()
+    def lost_peers(self) -> tuple[tuple[int, str], ...]:
+        """Cluster id and kind of each loss, until the peer is linked again or unlinked here."""
+        return tuple(self._table.lost.copy().items())
 
     @property
     def reconnected(self) -> int:
