@@ -240,10 +240,10 @@ def check_rule(condition: object, text: str) -> None:
         raise ParamError(text)
 
 
-def check_timeout(timeout: object) -> None:
+def check_timeout(timeout: object, name: str = "timeout") -> None:
     """Check the milliseconds that a call may take."""
-    milliseconds = check_int32("timeout", timeout)
-    check_rule(milliseconds > 0, f"timeout={milliseconds}: milliseconds above 0 are needed")
+    milliseconds = check_int32(name, timeout)
+    check_rule(milliseconds > 0, f"{name}={milliseconds}: milliseconds above 0 are needed")
 
 
 def check_text(name: str, text: str) -> str:

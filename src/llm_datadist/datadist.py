@@ -40,7 +40,7 @@ from llm_datadist._native.public_call import (
     put_off,
     require_outermost,
 )
-from llm_datadist._transfer import linking, questions
+from llm_datadist._transfer import draining, linking, questions
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, SWITCH_ROLE, LLMConfig, Options, parse_listen_ip_info
 from llm_datadist.errors import (
     LLMException,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.workers import Workers
     from llm_datadist.cache_manager import CacheManager
     from llm_datadist.kv_cache_manager import KvCacheManager
-    from llm_datadist.metrics import CommunicatorStatistics, LinkStatistics, Statistics
+    from llm_datadist.metrics import CommunicatorStatistics, Leftover, LinkStatistics, Statistics
     from llm_datadist.types.enums import RegisterMemStatus
     from llm_datadist.types.question import PeerQuestion
 
@@ -433,6 +433,23 @@ class LLMDataDist:
             before, self._role = self._role, role
         logger.info("%r: its role was %s", self, before.name)
 
+    def drain(self, timeout_ms: int = 10_000) -> Leftover:
+        """Take no new work, and leave peers once they need no more, so that ``finalize`` cuts nothing. An extension.
+
+        From now on peers' and own links, communicators, grants, and claims that would wait for a grant are refused: a
+        LinkError with ``retryable`` that says "draining". Pulls by key, and under grants that there are, go on. Once no
+        key waits for a pull, no grant is active and no layer-wise transfer runs, each peer lets its operations end, and
+        agrees to unlink: it counts no loss, and does not dial again. This lasts until ``finalize``.
+
+        Returns:
+            What is left after ``timeout_ms``, false if nothing is. If keys, grants or transfers are, all links stay.
+
+        Raises:
+            ParamError: ``timeout_ms`` not above 0.
+            StateError: Called inside another call of this thread, as by a finalizer.
+        """
+        return drain(self._life, timeout_ms)
+
     @property
     def cache_manager(self) -> CacheManager:
         """The CacheManager (v2 mode); the same object until finalize (interface §3.3)."""
@@ -655,6 +672,15 @@ def life_of(instance: LLMDataDist) -> Life:
 async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Statuses:
     """Link or unlink in a worker thread, and keep the reasons of failures for the awaiting task."""
     return (await workers.run(pending, budget_ms)).tell()
+
+
+def drain(life: Life, timeout_ms: int) -> Leftover:
+    """Do what :meth:`LLMDataDist.drain` says."""
+    engine = life.require_engine("drain")
+    require_outermost("drain")
+    check_timeout(timeout_ms, "timeout_ms")
+    with engine.meters.call("drain"):
+        return draining.drain(engine, Deadline(timeout_ms, cancellable=True))
 
 
 def tear_down(instance: LLMDataDist) -> None:

@@ -19,7 +19,8 @@ from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly, Located, UnlinkAck, Verified
 from llm_datadist._links.retry import Attempt, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
-from llm_datadist._log import logger, named
+from llm_datadist._log import links_logger as logger
+from llm_datadist._log import named
 from llm_datadist._native import Meter, Use, steps
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist.errors import (
@@ -111,13 +112,21 @@ class LinkManager:
         """End every link, then the listener. Peers are told, and not waited for (interface §3.2)."""
         self.communicators.stop()
         self._reconnector.stop()
-        for link in self._table.close():
+        for link in self._table.refuse("the instance is being finalized"):
             link.begin_unlink()
             link.say_goodbye()
             self.end(link, reason, lost=False)
         if self._started:
             self._control.call(self.heartbeat.stop)
             self._control.call(self._listen, None)
+
+    def stop_linking(self, why: str) -> None:
+        """Make no link any more; the others stay."""
+        self._table.refuse(why)
+
+    def refuse_new(self) -> None:
+        """Raise LinkRefused after :meth:`stop_linking`."""
+        self._table.refuse_new()
 
     def abandon(self) -> None:
         """In a forked child, without locks: close copies of sockets."""
@@ -202,6 +211,11 @@ class LinkManager:
         return {kind: meter.count for kind, meter in self._lost.copy().items()}
 
     @property
+    def lost_peers(self) -> tuple[tuple[int, str], ...]:
+        """Cluster id and kind of each loss, until the peer is linked again or unlinked here."""
+        return tuple(self._table.lost.copy().items())
+
+    @property
     def reconnected(self) -> int:
         return self._reconnector.succeeded
 
@@ -220,6 +234,7 @@ class LinkManager:
         Raises AlreadyLinked if there is a live link to that cluster, LinkRefused if the listener is unreachable or
         refuses, and DeadlineExceeded.
         """
+        self.refuse_new()
         since = self._table.sequence
         present, made = self._usable(wanted), False
         if present is None or not _lives(present, deadline):
@@ -504,7 +519,7 @@ class LinkManager:
         reconnect = self._reconnector.begin(link) if in_table and not expected else None
         if not link.ended:  # first, too: NotLinked names the reason
             self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
-        self._table.remove(link)
+        self._table.remove(link, "" if expected else kind)
         if link.end(reason, lost=lost):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)

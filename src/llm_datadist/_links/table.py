@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 #: Notes kept of clusters that are not linked.
 _MAX_REMEMBERED: Final = 4096
+_MAX_LOST: Final = 256  # each is a series of a metric
 
 V = TypeVar("V")
 
@@ -39,8 +40,9 @@ class LinkTable:
         self._dialling: set[bytes] = set()
         self._unlinked: dict[int, None] = {}  # clusters, oldest first: they may not reconnect
         self._past: dict[int, tuple[str, float, LLMException | str]] = {}  # last end or failure, its time and reason
+        self.lost: dict[int, str] = {}  # kind of the loss by cluster, until it is linked again or unlinked here
         self.sequence = 0  # number of the newest dial or accepted link
-        self._closed = False
+        self._refused = ""  # why no link is made any more
 
     def get(self, cluster_id: int) -> Link | None:
         """Return the link to a cluster in any state. Takes no lock."""
@@ -54,9 +56,10 @@ class LinkTable:
         with self._changed:
             return [f"the link that is being made to incarnation {each.hex()[:8]}" for each in self._dialling]
 
-    def close(self) -> list[Link]:
+    def refuse(self, why: str) -> list[Link]:
+        """Make no link any more; return those that there are."""
         with self._changed:
-            self._closed = True
+            self._refused = why
             self._changed.notify_all()
             return self.all()
 
@@ -70,7 +73,7 @@ class LinkTable:
 
         def try_commit() -> bool:
             nonlocal committed
-            self._refuse_if_closed()
+            self.refuse_new()
             if (old := self.links.get(peer.cluster_id)) is None and peer.incarnation not in self._dialling:
                 self._dialling.add(peer.incarnation)
                 committed = self._next()
@@ -97,12 +100,12 @@ class LinkTable:
         Raises LinkRefused once closed; AlreadyLinked for a reconnect if another process has its cluster id.
         """
         with self._changed:
-            self._refuse_if_closed()
+            self.refuse_new()
             if link.origin.reconnected:
                 self._refuse_conflict(link.peer)
             old = self.links.get(link.peer.cluster_id)
             self.links[link.peer.cluster_id] = link
-            self._unlinked.pop(link.peer.cluster_id, None)
+            self._made(link.peer.cluster_id)
             self._changed.notify_all()
             return old
 
@@ -134,7 +137,7 @@ class LinkTable:
         """
         peer = link.peer
         with self._changed:
-            self._refuse_if_closed()
+            self.refuse_new(reconnected=link.origin.reconnected)
             self.refuse_if_full(peer.cluster_id, link.origin.source)
             link.origin.sequence = self._next()
             if peer.incarnation == self._mine:
@@ -150,13 +153,14 @@ class LinkTable:
                 text = "both sides dialled at once; the call of the other side goes on"
                 raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             self.links[peer.cluster_id] = link
-            self._unlinked.pop(peer.cluster_id, None)
+            self._made(peer.cluster_id)
             return old
 
     def refuse_reconnects(self, cluster_id: int) -> None:
         """Admit no reconnect of a cluster until a call links it again."""
         with self._changed:
             _remember(self._unlinked, cluster_id, None)
+            self.lost.pop(cluster_id, None)
 
     def refuses_reconnects(self, cluster_id: int) -> bool:
         return cluster_id in self._unlinked
@@ -172,10 +176,13 @@ class LinkTable:
         error, ago = why if isinstance(why, LLMException) else None, time.monotonic() - when
         return f"; {what} {ago:.1f} s ago: {named(error) if error else why}" if what else "", error
 
-    def remove(self, link: Link) -> None:
+    def remove(self, link: Link, lost: str = "") -> None:
+        """Remove a link; ``lost`` is the kind of its loss, if it was lost."""
         with self._changed:
             if self.links.get(link.peer.cluster_id) is link:
                 del self.links[link.peer.cluster_id]
+                if lost:
+                    _remember(self.lost, link.peer.cluster_id, lost, _MAX_LOST)
             self._loopback.discard(link)
             self._changed.notify_all()
 
@@ -186,13 +193,19 @@ class LinkTable:
     def wait(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         return deadline.wait_for(self._changed, condition)
 
+    def _made(self, cluster_id: int) -> None:
+        self._unlinked.pop(cluster_id, None)
+        self.lost.pop(cluster_id, None)
+
     def _next(self) -> int:
         self.sequence += 1
         return self.sequence
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise LinkRefused("the instance is being finalized")
+    def refuse_new(self, *, reconnected: bool = False) -> None:
+        """Raise LinkRefused once :meth:`refuse` was called; a reconnect is told that it need not try again."""
+        if self._refused:
+            final = LLMStatusCode.LLM_NOT_YET_LINK if reconnected else None
+            raise LinkRefused(self._refused, status_code=final)
 
     def check_integrity(self) -> None:
         with self._changed:
@@ -202,8 +215,8 @@ class LinkTable:
                 require_intact(link.peer.incarnation == self._mine, f"{link!r} is filed as a link to ourselves")
 
 
-def _remember(table: dict[int, V], cluster_id: int, value: V) -> None:
+def _remember(table: dict[int, V], cluster_id: int, value: V, most: int = _MAX_REMEMBERED) -> None:
     table.pop(cluster_id, None)
     table[cluster_id] = value
-    if len(table) > _MAX_REMEMBERED:
+    if len(table) > most:
         del table[next(iter(table))]

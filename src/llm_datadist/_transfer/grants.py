@@ -27,7 +27,7 @@ import msgspec
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_callable, check_rule, check_type, check_uint64, require_intact
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native import LentBlocks, parse_blocks
 from llm_datadist._native.public_call import elsewhere, put_off
 from llm_datadist._transport.connection import guards_of
@@ -133,6 +133,7 @@ class Grants:
         self._ended: dict[bytes, tuple[str, float]] = {}  # reason and monotonic time; oldest first
         self._ends: Counter[str] = Counter()
         self._closed = False
+        self._refused = ""  # why nothing is granted any more
 
     def __str__(self) -> str:
         return f"cluster {self._cluster_id} (incarnation {self._caches.exports.incarnation.hex()[:8]})"
@@ -207,6 +208,20 @@ class Grants:
                 f"grant: {self} is finalized; grant with a handle that was made since init",
                 status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
             )
+        self._refuse_new()
+
+    def _refuse_new(self) -> None:
+        """Under the lock."""
+        if self._refused:
+            raise LinkError(self._refused, status_code=LLMStatusCode.LLM_LINK_BUSY)
+
+    def refuse(self, why: str) -> None:
+        """Give no grant any more, and tell those that wait for one; active ones stay."""
+        with self._lock:
+            self._refused = why
+            waiting = self._drop_waiting(lambda _: True, list(self._waiting))
+        for each in waiting:
+            each.link.tell(failed(each.claim.id, LinkError(why, status_code=LLMStatusCode.LLM_LINK_BUSY)))
 
     def _expires(self, when: float, token: bytes) -> bool:
         """Under the lock: note when to look at a grant; return True if a look must be scheduled for then."""
@@ -278,19 +293,18 @@ class Grants:
             self._policy.require(link, "pull")
             with self._lock:
                 if token in self._given or token in self._ended or self._closed:
-                    answer = self._claim(link, message)
-                elif not message.budget_ms:
-                    raise DeadlineExceeded("no such grant is known there yet")
-                elif self._waiting_of[link] >= MAX_WAITING:
-                    raise LinkError(f"{MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
-                else:
-                    until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
-                    self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
-                    self._waiting_of[link] += 1
+                    link.tell(self._claim(link, message))
                     return
+                self._refuse_new()
+                if not message.budget_ms:
+                    raise DeadlineExceeded("no such grant is known there yet")
+                if self._waiting_of[link] >= MAX_WAITING:
+                    raise LinkError(f"{MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
+                until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
+                self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
+                self._waiting_of[link] += 1
         except LLMException as refusal:
-            answer = failed(message.id, refusal)
-        link.tell(answer)
+            link.tell(failed(message.id, refusal))
 
     def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: answer a claim of an active or ended grant."""

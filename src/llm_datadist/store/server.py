@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_rule, check_type, require_intact
+from llm_datadist._checks import check_int, check_rule, check_type, clean, require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import count_keys
 from llm_datadist._native.public_call import OfProcess, public_calls, put_off
 from llm_datadist.config import PEER_POLICY
-from llm_datadist.datadist import LLMDataDist, tear_down
+from llm_datadist.datadist import LLMDataDist, drain, life_of, tear_down
 from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMemory, ParamError, StateError
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
@@ -37,6 +37,7 @@ from llm_datadist.types import CacheDesc, CacheKeyByIdAndIndex, DataType, LLMRol
 from llm_datadist.types.grant import Grant
 
 if TYPE_CHECKING:
+    from llm_datadist.metrics import Leftover
     from llm_datadist.store.slots import Numbers
     from llm_datadist.types import Cache
     from llm_datadist.types.question import PeerQuestion
@@ -69,8 +70,9 @@ class _Space:
 
     generation: bytes  # random, another one whenever it is emptied
 
-    def __init__(self, name: Name, ranks: Ranks, shape: BlockShape, cache: Cache, count: int) -> None:
+    def __init__(self, name: Name, ranks: Ranks, shape: BlockShape, cache: Cache, count: int, label: str) -> None:
         self.name = name
+        self.label = label
         self.ranks = ranks  # its engine's
         self.shown = shown(name[1])
         self.shape = shape
@@ -196,6 +198,10 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         port = self.datadist.listen_port
         assert port is not None, "a store listens"
         return port
+
+    def drain(self, timeout_ms: int = 10_000) -> Leftover:
+        """Lend nothing more, and let loads and saves end, as :meth:`LLMDataDist.drain`; :meth:`close` must follow."""
+        return drain(life_of(self.datadist), timeout_ms)
 
     def close(self) -> None:
         """End all links and give the memory back. Idempotent.
@@ -383,7 +389,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         if (space := self._spaces.get(name)) is None:
             with self._making:
                 if (space := self._spaces.get(name)) is None:
-                    space = self._make(name, (name[0], tuple(asked.ranks)), asked.shape)
+                    space = self._make(name, (name[0], tuple(asked.ranks)), asked)
                     with self._lock:
                         space.generation = self._absent[name[0]]
                         self._used[space.ranks] = time.monotonic()
@@ -392,7 +398,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             raise CacheMismatch(f"namespace {space} has {space.shape}; the saved cache has {asked.shape}")
         return space
 
-    def _make(self, name: Name, ranks: Ranks, shape: BlockShape) -> _Space:
+    def _make(self, name: Name, ranks: Ranks, asked: messages.Save) -> _Space:
+        shape = asked.shape
         try:
             kind = DataType(shape.data_type)
         except ValueError as error:
@@ -417,7 +424,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
                 self._displace(ranks)
-        return _Space(name, ranks, shape, cache, count)
+        return _Space(name, ranks, shape, cache, count, clean(asked.label))
 
     def _full(self, ranks: Ranks) -> bool:
         """Return True if a tenant needs the place of another namespace of its own: a named one has half of them."""
@@ -561,6 +568,8 @@ def _figures(space: _Space) -> NamespaceStatistics:
         loads=space.loads,
         events=space.log.number,
         logged=space.log.keys,
+        label=space.label,
+        rank=f"{space.ranks[1].index(space.name[1])}/{len(space.ranks[1])}",
         block_bytes=desc.num_tensors * desc.size // slots.count,
         **space.counts,
     )

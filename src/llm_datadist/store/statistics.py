@@ -12,6 +12,8 @@ class NamespaceStatistics:
     Attributes:
         tenant: Tenant of its clients by the store's ``llm.PeerPolicy``, or empty.
         namespace: Its digest, as logs and metrics show it.
+        label: ``StoreOptions.label`` of its first save.
+        rank: Its tensor-parallel rank in its engine, and their number: ``0/2``.
         slots, free, filling, published: Slots, and those in these states.
         loads: Hits that were not released.
         events, logged: Number of the last event; keys that are kept of events, with one more for each event.
@@ -41,6 +43,8 @@ class NamespaceStatistics:
     removed: int = 0
     failed: int = 0
     cleared: int = 0
+    rank: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

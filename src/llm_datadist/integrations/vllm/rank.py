@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 
 from llm_datadist import CacheDesc, DataType
 from llm_datadist.devices import CudaDevice
-from llm_datadist.errors import LLMException, OutOfMemory
+from llm_datadist.errors import LLMException, NotInitialized, OutOfMemory
 from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.kinds import describe, is_in_gpu, windows_of
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from llm_datadist.integrations.vllm.staging import PortableCopier
 
 _IDLE_STEP_S: Final = 0.001
+logger = init_logger("vllm.datadist")  # vLLM shows logs below its name
 
 
 class Rank:
@@ -79,7 +81,14 @@ class Rank:
         self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its transfer, and their blocks
         self._ended: SimpleQueue[tuple[Any, Any]] = SimpleQueue()  # by any thread: what has ended, and how
         self._at_end = ExitStack()
+        self._drain_ms = int(option("drain_ms", 3000))
         self.stats = Stats()
+
+    def _drain(self) -> None:
+        """Lend nothing more, and let peers' transfers end. Idempotent."""
+        with suppress(NotInitialized):
+            if self._drain_ms and (left := self.datadist.drain(self._drain_ms)):
+                logger.warning("shutdown: after %d ms this is given up: %s", self._drain_ms, left)
 
     def _register(self, views: dict[str, torch.Tensor], key: BlocksCacheKey | None, *, whole: bool = False) -> None:
         """Register vLLM's KV cache, or slots for it; a row is a ``whole`` block, or as the layout says."""

@@ -168,7 +168,8 @@ class StoreWorker(Rank):
         return KVConnectorTransferResults(set(), set(received), {each for each, failed in received.items() if failed})
 
     def stop(self) -> None:
-        """End all loads and saves, then the LLMDataDist. Idempotent."""
+        """Let what runs end, then all loads and saves, then the LLMDataDist. Idempotent."""
+        self._drain()
         self._stopping.set()
         self._at_end.close()
         self.datadist.finalize()  # running ones fail

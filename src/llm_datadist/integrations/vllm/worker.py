@@ -253,7 +253,8 @@ class RankWorker(Rank):
         self.stats.add(_ENDS.get(grant.end, "revoked_grants"))
 
     def stop(self) -> None:
-        """End all transfers, then the LLMDataDist. Idempotent."""
+        """Let decoders fetch what they were offered, end all transfers, then the LLMDataDist. Idempotent."""
+        self._drain()
         self._at_end.close()
         self.datadist.finalize()  # running pulls fail
         self.engines.stop()

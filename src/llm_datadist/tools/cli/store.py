@@ -14,7 +14,7 @@ from llm_datadist._option_kinds import parse_size
 from llm_datadist.store import STORE_ID, StoreServer, messages
 from llm_datadist.tools.cli.usage import More, Secrets, examples, failing, given
 
-_TURN_SECONDS: Final = 0.2
+_TURN_MS: Final = 200
 _CLEAR_MS: Final = 10_000
 ClusterId = Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Cluster id of the store.", show_default=False)]
 
@@ -43,6 +43,9 @@ def store(
     metrics: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve metrics (extra [metrics]) at this port of 127.0.0.1.")
     ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds in which loads and saves may end, once interrupted; again: at once.")
+    ] = 10.0,
     secrets: Secrets = None,
     option: More = None,
     as_json: Annotated[
@@ -75,7 +78,10 @@ def store(
         text = f"store at {address}: {namespaces} namespaces of {share:.4g} MiB; interrupt to end"
         print(msgspec.json.encode(shown).decode() if as_json else text, flush=True)
         while not ended:  # not sigwait: until it begins, threads of NumPy could take the signal
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_TURN_MS / 1e3)
+        until = time.monotonic() + drain
+        while time.monotonic() < until and len(ended) < 2 and server.drain(_TURN_MS):
+            pass
         if as_json:
             print(msgspec.json.encode({"statistics": server.statistics()}).decode(), flush=True)
 
