@@ -25,7 +25,7 @@ from llm_datadist import (
 from llm_datadist.views import tensor_views
 from tests.support.moves import wait_until
 
-pytestmark = pytest.mark.covers("LLMDataDist: finalize link_clusters")
+pytestmark = pytest.mark.covers("LLMDataDist: drain finalize link_clusters")
 
 DESC = CacheDesc(2, [4, 64], DataType.DT_FLOAT16)
 TOKEN, LATER = b"1" * 16, b"2" * 16

@@ -46,7 +46,8 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         engine = family.child("engine")
         engine.start("MIX", 7)
         engine.do(make, "kv", e.SPEC, 7)
-        engine.do(e.open_client, "client", int(first["address"].rpartition(":")[2]), NS, {"store_id": STORE_ID, "label": "m\x1b7"})
+        options = {"store_id": STORE_ID, "label": "m\x1b7"}
+        engine.do(e.open_client, "client", int(first["address"].rpartition(":")[2]), NS, options)
         keys = keys_of(0, 1, 2)
         assert engine.do(e.save, keys, [3, 4, 5]) == 3
         assert engine.do(e.hits, keys) == 3

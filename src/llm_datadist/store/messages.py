@@ -107,7 +107,7 @@ class HitCopy(Body, frozen=True):
 class Save(Body, frozen=True):
     """Question to pull blocks under a grant of the asker, one block a key, into the namespace ``ranks[rank]``.
 
-    ``generation`` is the one that the asker knew when it began: in another one nothing is stored. ``label``: for people.
+    ``generation`` is the one that the asker knew when it began: in another one nothing is stored. ``label`` is shown.
     """
 
     ranks: Ranks
