@@ -48,6 +48,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     limit_cpu_seconds_per_gib: float | None = None
     peer_cpu_seconds_per_gib: float | None = None
     verified: bool = True
+    sealed: bool = False
+
+    @property
+    def over(self) -> str:
+        """The transport, in words that tell encrypted links from others."""
+        return f"sealed {self.transport}" if self.sealed else self.transport
 
     @property
     def limit_name(self) -> str | None:
@@ -94,7 +100,13 @@ class Measured:
 
 
 def make_rows(
-    case: Case, transport: str, ours: Measured, limit: Measured | None, peers: dict[str, Measured]
+    case: Case,
+    transport: str,
+    ours: Measured,
+    limit: Measured | None,
+    peers: dict[str, Measured],
+    *,
+    sealed: bool = False,
 ) -> list[Row]:
     """Return one row for each peer, or one without a peer."""
     work, nbytes, moved = case.workload, case.bytes_timed, case.bytes_per_pass
@@ -103,6 +115,7 @@ def make_rows(
         op=work.op,
         call=case.call,
         transport=transport,
+        sealed=sealed,
         memory=work.memory,
         busy=case.busy,
         block_bytes=work.block_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import Annotated, Final
@@ -21,7 +22,7 @@ from llm_datadist.tools.bench.report import BenchReporter, show_floors, show_row
 from llm_datadist.tools.bench.suite import floors, standard
 from llm_datadist.tools.bench.workload import BenchMemory, Op
 from llm_datadist.tools.cli import FAILED, USAGE_ERROR
-from llm_datadist.tools.cli.usage import about
+from llm_datadist.tools.cli.usage import Secrets, about
 
 _MIB: Final = 20
 #: Upper bounds, checked here: not every version of typer names value and range.
@@ -34,6 +35,8 @@ _HIGHEST: Final = {
     "set_mib": 1 << 20,
     "timeout": 3600,
 }
+#: More are no size, and far more no int.
+_DIGITS: Final = 20
 
 
 #: The argument of ``bench``: the standard suite, or an op.
@@ -47,7 +50,9 @@ def bench(
     transport: Annotated[
         BenchTransport | None, typer.Option(help="Transport of pull, push, latency and link (shm).", show_default=False)
     ] = None,
-    block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of one block of one tensor, several separated by commas (65536).")
+    ] = None,
     blocks: Annotated[
         int | None, typer.Option(help="Blocks moved in each tensor (pull, push, copy, swap: what the set holds).")
     ] = None,
@@ -65,6 +70,7 @@ def bench(
         str | None, typer.Option(help="Limits and peers, separated by commas; empty text: none (the op's usual ones).")
     ] = None,
     passes: Annotated[int | None, typer.Option(help="Passes after the first (5).")] = None,
+    secrets: Secrets = None,
     set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, unless --blocks is given.")] = 512,
     timeout: Annotated[int, typer.Option(help="Seconds for one step of a contender.")] = 120,
     json_file: Annotated[
@@ -86,28 +92,53 @@ def bench(
     Without an argument run the standard suite, which takes --threads, --against and --set-mib of the options about
     work.
     """
-    work = {"block_bytes": block_bytes, "blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
+    work = {"blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
     for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
-        if value is not None and not 1 <= value <= _HIGHEST[name]:
-            raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
+        _check_bounds(name, value)
     _check_file("--json", json_file)
     if plot_folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'open-datadist[plot]'")
-    names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
     request = Request(
         op=Op.PULL if what is What.STANDARD else Op(what),
         transport=transport,
         memory=memory,
-        against=names,
+        against=None if against is None else _listed(against),
+        secrets=None if secrets is None else str(secrets.absolute()),
         set_bytes=set_mib << _MIB,
         **work,
     )
-    raise typer.Exit(_run(request, timeout, json_file, plot_folder, suite=what is What.STANDARD))
+    requests = [replace(request, block_bytes=each) for each in _sizes(block_bytes)]
+    raise typer.Exit(_run(requests, timeout, json_file, plot_folder, suite=what is What.STANDARD))
 
 
-def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Path | None, *, suite: bool) -> int:
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _check_bounds(name: str, value: int | None) -> None:
+    if value is not None and not 1 <= value <= _HIGHEST[name]:
+        raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
+
+
+def _sizes(text: str | None) -> list[int | None]:
+    """Return the sizes in their order, each once; without a text the default."""
+    if text is None:
+        return [None]
+    listed = dict.fromkeys(_listed(text))
+    for each in listed:
+        if not each.isdecimal() or len(each) > _DIGITS:
+            raise typer.BadParameter(f"--block-bytes: {each!r} is not a number of bytes")
+        _check_bounds("block_bytes", int(each))
+    if not listed:
+        raise typer.BadParameter("--block-bytes: no size is given")
+    return [int(each) for each in listed]
+
+
+def _run(
+    requests: list[Request], timeout: int, json_file: Path | None, plot_folder: Path | None, *, suite: bool
+) -> int:
     try:
-        wanted = standard(request) if suite else cases_of(request)
+        wanted = standard(requests[0]) if suite else [case for each in requests for case in cases_of(each)]
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     with BenchReporter(sys.stderr) as reporter:

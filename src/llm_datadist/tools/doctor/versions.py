@@ -1,16 +1,21 @@
-"""Installed software, by its metadata, without imports."""
+"""Installed software, by its metadata, without imports; OpenSSL by itself."""
 
 from __future__ import annotations
 
 import platform
+import time
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
 from llm_datadist._links.versions import VERSIONS
+from llm_datadist._native import _limits
+from llm_datadist.errors import LLMException
 from llm_datadist.tools.doctor.finding import Finding, Severity, judge
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
+_RECORDS: Final = 128
+_TRIALS: Final = 5
 
 
 def installed(package: str) -> list[str]:
@@ -34,6 +39,24 @@ def library() -> Finding:
     meaning = "several versions are on the path, and the first one is imported"
     mend = "pip uninstall open-datadist; pip install open-datadist"
     return Finding("library", Severity.WARNING, value, meaning, mend)
+
+
+def cipher() -> Finding:
+    """Show the cipher of lanes, its speed on one core, and the OpenSSL that provides it."""
+    meaning = "links with credentials encrypt tcp with it: both sides need a core for each so many bytes a second"
+    try:
+        version, path = _limits.cipher_library()
+    except LLMException as error:
+        mend = "install OpenSSL 3: apt install libssl3, or dnf install openssl-libs"
+        return Finding("cipher", Severity.WARNING, str(error), meaning, mend)
+    rate = _RECORDS * (64 << 10) / min(_seconds_of_records() for _ in range(_TRIALS)) / 1e9
+    return Finding("cipher", Severity.OK, f"AES-256-GCM, {rate:.2g} GB/s on one core, {version}, {path}", meaning)
+
+
+def _seconds_of_records() -> float:
+    started = time.perf_counter()
+    _limits.limit_cipher(_RECORDS)
+    return time.perf_counter() - started
 
 
 def nixl() -> Finding:
@@ -62,4 +85,4 @@ def vllm() -> Finding:
     return judge("vllm", good, value, meaning, "pip install 'open-datadist[vllm]'")
 
 
-CHECKS: Final = (library, nixl, cuda, vllm)
+CHECKS: Final = (library, cipher, nixl, cuda, vllm)

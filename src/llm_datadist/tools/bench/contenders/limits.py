@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import secrets
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -96,6 +97,17 @@ def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait
     (ConnectionResetError if the peer ended it) or times out is an OSError.
     """
     _limits.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
+
+
+def stream_sealed(
+    connection: socket.socket, blocks: RawBlocks, *, send: bool, key: bytes, first: int, wait: Wait = Wait.BLOCKING
+) -> int:
+    """``stream_raw`` in records of AES-256-GCM of at most 64 KiB, whose tags the receiver checks; no lengths are sent.
+
+    ``first`` is the number, and so the nonce, of the first record under ``key`` of 32 bytes, which is used for one
+    direction only. Returns the number of the next record. A wrong tag is an OSError, too (EBADMSG).
+    """
+    return _limits.limit_sealed(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait, key, first)
 
 
 def useful_threads(workload: BenchWorkload) -> int:
@@ -192,6 +204,7 @@ _TRIALS: Final = 3
 _NAME_BYTES: Final = 16  # of a congestion control
 _RENO: Final = b"reno"
 _STEP: Final = struct.Struct("<I")
+_KEY_BYTES: Final = 32
 
 
 class TcpRaw(Contender):
@@ -265,7 +278,7 @@ class TcpRaw(Contender):
     def transfer_one(self, index: int) -> None:
         stream = self._streams[0]
         stream.sendall(_STEP.pack(index))
-        stream_raw(stream, self._steps[index], send=False)
+        self._carry(stream, 0, self._steps[index], send=False)
 
     def transfer(self) -> None:
         others = [self._threads.submit(self._move, number) for number in range(1, self._way.streams)]
@@ -283,7 +296,12 @@ class TcpRaw(Contender):
     def _stream(self, stream: socket.socket, number: int, way: _Way, *, send: bool) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, way.unsent or _NO_BOUND)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO if way.reno else self._systems)
-        stream_raw(stream, self._parts[way.streams][number], send=send, wait=way.wait)
+        self._carry(stream, number, self._parts[way.streams][number], send=send, wait=way.wait)
+
+    def _carry(
+        self, stream: socket.socket, number: int, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING
+    ) -> None:
+        stream_raw(stream, blocks, send=send, wait=wait)
 
     def verify(self, seed: int) -> bool:
         if self._answers:
@@ -321,7 +339,7 @@ class TcpRaw(Contender):
             self._prepare(stream)
             [number] = stream.recv(1)
             while self._answers and (asked := stream.recv(_STEP.size)):
-                stream_raw(stream, self._steps[_STEP.unpack(asked)[0]], send=True)
+                self._carry(stream, number, self._steps[_STEP.unpack(asked)[0]], send=True)
             # This sees the flag, or stop() the stream.
             while not self._stopping and (asked := stream.recv(1)):
                 sends = self.workload.op is Op.PULL
@@ -330,6 +348,32 @@ class TcpRaw(Contender):
                     stream.sendall(_GO)
         except OSError:
             return  # the destination sees it
+
+
+class TcpRawSealed(TcpRaw):
+    """TcpRaw, encrypted by the cipher of this library's lanes: a key for each stream. Requests are not encrypted."""
+
+    def start(self) -> Facts:
+        self._records = [0] * max(self.streams)
+        if self.role is Role.DESTINATION:
+            return super().start()
+        self._keys = [secrets.token_bytes(_KEY_BYTES) for _ in self._records]
+        return super().start() | {"keys": [key.hex() for key in self._keys]}
+
+    def connect(self, facts: Facts) -> Facts:
+        self._keys = [bytes.fromhex(key) for key in facts["keys"]]
+        return super().connect(facts)
+
+    def _carry(
+        self, stream: socket.socket, number: int, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING
+    ) -> None:
+        key, first = self._keys[number], self._records[number]
+        try:
+            self._records[number] = stream_sealed(stream, blocks, send=send, key=key, first=first, wait=wait)
+        except OSError:
+            with suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)  # a wrong tag breaks the stream, which the other side must see
+            raise
 
 
 def _part(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:
