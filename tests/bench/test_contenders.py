@@ -4,6 +4,7 @@ First the bytes: whatever is wrong with a destination is found. Then the raw lim
 number of threads.
 """
 
+import errno
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
 from itertools import product
 from pathlib import Path
@@ -29,6 +31,7 @@ from llm_datadist.tools.bench.contenders.limits import (
     copy_raw,
     move_process,
     stream_raw,
+    stream_sealed,
     streaming_bits,
     useful_threads,
 )
@@ -58,6 +61,7 @@ OPS: Final = {
     "memcpy-nt": _BETWEEN | _INSIDE,
     "cma": _BETWEEN,
     "tcp-raw": _BETWEEN,
+    "tcp-raw-sealed": _BETWEEN,
     "nixl": _BETWEEN,
     "nixl-prepared": _BETWEEN,
     "nixl-tcp": _BETWEEN,
@@ -242,6 +246,42 @@ def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wai
             stream_raw(near, to, send=True)
 
 
+@pytest.mark.parametrize("wait", Wait)
+def test_encrypted_streams_move_every_byte_as_other_bytes_and_find_each_changed_or_repeated_one(wait: Wait) -> None:
+    """More records than one system call takes, the last of each tensor shorter."""
+    work = blocks_to_pull(700_001, 1)
+    src, dst = ends(work)
+    to, of = RawBlocks.of(dst, work.dst_blocks), RawBlocks.of(src, work.src_blocks)
+    key, records = bytes(range(32)), 2 * 11
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(stream_sealed, far, of, send=True, key=key, first=5)
+        assert stream_sealed(near, to, send=False, key=key, first=5, wait=wait) == 5 + records
+        assert sent.result(30) == 5 + records
+        verify(dst, work, 1)
+        wire = _sealed(RawBlocks(of.addresses[:1], 1000), key, 5)
+        assert len(wire) == 1000 + 16
+        assert bytes(src[0][work.src_blocks[0], :16]) not in wire
+        assert _sealed(RawBlocks(of.addresses[:1], 1000), key, 6)[:16] != wire[:16]
+        for at, first in ((0, 5), (999, 5), (1015, 5), (None, 6)):
+            changed = bytearray(wire)
+            if at is not None:
+                changed[at] ^= 1
+            far.sendall(changed)
+            with pytest.raises(OSError, match="not as the peer sent it") as raised:
+                stream_sealed(near, RawBlocks(to.addresses[:1], 1000), send=False, key=key, first=first, wait=wait)
+            assert raised.value.errno == errno.EBADMSG
+
+
+def _sealed(blocks: RawBlocks, key: bytes, first: int) -> bytes:
+    """Return what a small encrypted stream sends."""
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            stream_sealed(far, blocks, send=True, key=key, first=first)
+        return b"".join(iter(lambda: near.recv(1 << 16), b""))
+
+
 # --- contenders -------------------------------------------------------------------------------------------------------
 def work(op: Op, block_bytes: int = 5000, memory: BenchMemory = BenchMemory.POOL) -> BenchWorkload:
     return BenchWorkload(op=op, block_bytes=block_bytes, blocks=70, tensors=3, memory=memory, threads=2)
@@ -276,7 +316,7 @@ def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(
     for op in Op:
         reason = why_not(contender, work(op, memory=memory))
         assert (reason is not None) == (absent or op not in OPS[contender]), reason
-        if op in OPS[contender] and contender != "tcp-raw":
+        if op in OPS[contender] and not contender.startswith("tcp-raw"):
             other = BenchMemory.POOL if contender in ON_GPU else BenchMemory.GPU
             assert f"not for {other}" in (why_not(contender, work(op, memory=other)) or "")
         if reason is None and contender in ON_GPU:
@@ -284,7 +324,7 @@ def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(
                 passes(contender, work(op, 4096 if op is Op.D2D else 333, memory))
         elif reason is None:
             passes(contender, work(op, 33_333 if op is Op.PULL else 5000))
-            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw"):
+            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw", "tcp-raw-sealed"):
                 passes(contender, work(op, 1, BenchMemory.REGISTERED))
         else:
             assert absent or op in reason
