@@ -165,7 +165,11 @@ def test_a_block_of_commands_runs_pasted(page: str, at: int, tmp_path: Path) -> 
         (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), os.path.dirname(sys.executable), os.environ["PATH"], "/usr/sbin"])
     environment = {name: value for name, value in os.environ.items() if name != INSECURE_VARIABLE}
-    environment |= {"PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "TERM": "xterm"}
+    environment |= {"PATH": path, "TERM": "xterm", "PYTHONUNBUFFERED": "1"}  # what is printed is waited for in files
+    environment |= {
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+    }  # what is installed suffices; without a network pip retries
     text = script(blocks(page)[at], place).replace("/etc/datadist", f"{tmp_path}/etc/datadist")
     text = text.replace("/opt/venv/bin", os.path.dirname(sys.executable))
     # What runs in the background ends with the shell, however that ends: it is the first of its pid namespace.

@@ -105,6 +105,7 @@ DATADIST_PROPERTIES: Final = {"cluster_id", "cache_manager", "incarnation", "kv_
 #: Ours: extensions, as docs/interface.md says.
 DATADIST_EXTENSIONS: Final = {
     "connect": "(self, address, cluster_id=None, timeout=3000)",
+    "drain": "(self, timeout_ms=10000)",
     "statistics": "(self)",
     "explain": "(self, remote_cluster_id)",
     "explain_communicator": "(self, comm_id)",

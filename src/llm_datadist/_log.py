@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 logger: Final = logging.getLogger("LLM_DATADIST")
+#: Children, whose records reach the handlers of the former: of links and connections, and of calls.
+links_logger: Final = logger.getChild("links")
+calls_logger: Final = logger.getChild("calls")
 
 LEVEL_VARIABLE: Final = "ASCEND_GLOBAL_LOG_LEVEL"
 #: An extension; also writes the log to standard error.
@@ -28,7 +31,8 @@ def named(error: BaseException) -> str:
 class SeldomLog:
     """Log of what a peer can repeat: of each name, of this side, at most one line a second. Threads: any."""
 
-    def __init__(self) -> None:
+    def __init__(self, to: logging.Logger) -> None:
+        self._to = to
         self._lines: dict[str, tuple[float, int]] = {}  # when the next may come, and number left out
 
     def log(self, level: int, name: str, text: str, error: BaseException | None = None) -> None:
@@ -37,7 +41,7 @@ class SeldomLog:
             self._lines[name] = again, left_out + 1
             return
         self._lines[name] = now + 1, 0
-        logger.log(level, "%s%s", text, f" ({left_out} more like it)" if left_out else "", exc_info=error)
+        self._to.log(level, "%s%s", text, f" ({left_out} more like it)" if left_out else "", exc_info=error)
 
 
 def apply_environment(environ: Mapping[str, str] = os.environ) -> None:

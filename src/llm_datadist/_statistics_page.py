@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _NAME: Final = "llm-datadist-statistics"
 _MAGIC: Final = b"lldd-sta"
-PAGE_VERSION: Final = 3
+PAGE_VERSION: Final = 4
 Instance = dict[str, Any]
 """Content of one page: ``pid``, ``cluster_id``, ``role``, ``published_at`` (s, Unix time), ``age_seconds``,
 ``truncated`` and ``statistics``."""

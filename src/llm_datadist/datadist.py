@@ -448,11 +448,7 @@ class LLMDataDist:
             ParamError: ``timeout_ms`` not above 0.
             StateError: Called inside another call of this thread, as by a finalizer.
         """
-        engine = self._life.require_engine("drain")
-        require_outermost("drain")
-        check_timeout(timeout_ms, "timeout_ms")
-        with engine.meters.call("drain"):
-            return draining.drain(engine, Deadline(timeout_ms, cancellable=True))
+        return drain(self._life, timeout_ms)
 
     @property
     def cache_manager(self) -> CacheManager:
@@ -676,6 +672,15 @@ def life_of(instance: LLMDataDist) -> Life:
 async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Statuses:
     """Link or unlink in a worker thread, and keep the reasons of failures for the awaiting task."""
     return (await workers.run(pending, budget_ms)).tell()
+
+
+def drain(life: Life, timeout_ms: int) -> Leftover:
+    """Do what :meth:`LLMDataDist.drain` says."""
+    engine = life.require_engine("drain")
+    require_outermost("drain")
+    check_timeout(timeout_ms, "timeout_ms")
+    with engine.meters.call("drain"):
+        return draining.drain(engine, Deadline(timeout_ms, cancellable=True))
 
 
 def tear_down(instance: LLMDataDist) -> None:

@@ -181,6 +181,7 @@ class LinkStatistics:
         protocol: Version of the wire that both sides speak.
         dialled: Address that this side dialled, "ip:port" or "[ipv6]:port"; "a communicator's" for a member of
             ``link()``; empty if the peer dialled.
+        peer_release, peer_role: As the peer said when it was linked; empty if it is older.
     """
 
     remote_cluster_id: int
@@ -200,16 +201,22 @@ class LinkStatistics:
     peer_incarnation: str = ""
     protocol: int = 0
     dialled: str = ""
+    peer_release: str = ""
+    peer_role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RedialStatistics:
-    """A lost link that is dialled again; ``reason`` is the last failure."""
+    """A lost link that is dialled again; ``reason`` is the last failure.
+
+    ``refused`` is True if nothing listens at the address: the peer's process has ended, unless a firewall answers.
+    """
 
     remote_cluster_id: int
     address: str
     attempts: int
     reason: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +278,10 @@ class Statistics:
         reconnects: Lost links that this instance has dialled back.
         devices: The GPU of caches with ``Placement.DEVICE``, if that is one.
         tables: Entries of bounded tables that fill for hours, which is no leak: ``ended_grants``, ``peer_secrets``.
+        release, role: Of this instance.
+        protocol: Newest version of the wire that this release speaks.
+        transport: Asked for by ``llm.Transport``; empty if the link chooses.
+        lost_peers: Cluster id and kind of loss of each lost peer, until it is linked again or unlinked here.
     """
 
     pools: tuple[PoolStatistics, ...]
@@ -290,3 +301,8 @@ class Statistics:
     reconnects: int = 0
     devices: tuple[DeviceStatistics, ...] = ()
     tables: dict[str, int] = field(default_factory=dict, compare=False)  # history, no state
+    release: str = ""
+    role: str = ""
+    protocol: int = 0
+    transport: str = ""
+    lost_peers: tuple[tuple[int, str], ...] = ()

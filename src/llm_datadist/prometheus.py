@@ -68,6 +68,7 @@ _LINK_COUNTERS = (
     ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
     ("link_verified_bytes", "Bytes whose checksums agreed.", "verified_bytes"),
 )
+_ABOUT = ["release", "role", "protocol"]
 #: Exported from 0 on: a rate ignores the first value of a series.
 _LOSSES = ("connection", "process_ended", "silent", "unauthenticated", "replaced")
 
@@ -130,6 +131,7 @@ def _family(kind: Kind, cluster: str, name: str, text: str, labels: list[str], s
 
 def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     counter, gauge = partial(_family, CounterMetricFamily, cluster), partial(_family, GaugeMetricFamily, cluster)
+    yield gauge("info", "1; the labels tell who this is.", _ABOUT, [([now.release, now.role, str(now.protocol)], 1)])
     for name, text, field in _OPERATION_COUNTERS:
         yield counter(name, text, ["operation"], [([each.name], getattr(each, field)) for each in now.operations])
     yield _durations(now, cluster)
@@ -156,16 +158,22 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     links = [([str(link.remote_cluster_id), link.transport], link) for link in now.links]
     up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
     yield gauge("link_up", "1 while the link is up.", ["peer", "transport"], up)
+    said = [([values[0], link.peer_release, link.peer_role, str(link.protocol)], 1) for values, link in links]
+    yield gauge("peer_info", "1; the labels tell who the peer is.", ["peer", *_ABOUT], said)
     for name, text, field in _LINK_COUNTERS:
         yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
     lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
     yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
+    peers = [([str(peer), kind], 1.0) for peer, kind in now.lost_peers]
+    yield gauge("link_lost", "1 until a lost link is back or unlinked.", ["peer", "kind"], peers)
     yield counter("reconnects", "Lost links dialled again with success.", [], [([], now.reconnects)])
     yield gauge("quarantined_bytes", "Given back, but may still be written.", [], [([], now.quarantined_bytes)])
     for name, text, field in _DEVICE_COUNTERS:
         yield counter(name, text, ["device"], [([each.name], getattr(each, field)) for each in now.devices])
     redials = [([str(each.remote_cluster_id)], each.attempts) for each in now.redials]
     yield gauge("redial_attempts", "Tries to get a lost link back.", ["peer"], redials)
+    refused = [([str(each.remote_cluster_id)], float(each.refused)) for each in now.redials]
+    yield gauge("redial_refused", "1 while nothing listens at the peer's address.", ["peer"], refused)
 
 
 def _durations(now: Statistics, cluster: str) -> HistogramMetricFamily:

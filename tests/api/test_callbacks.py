@@ -106,6 +106,7 @@ CALLS: Final[dict[str, Callable[[Stage], object]]] = {
     "link_clusters_async": lambda s: s.dd.link_clusters_async([info(3, s.port)], 500).close(),
     "unlink_clusters": lambda s: s.dd.unlink_clusters([info(3, s.port)], 500),
     "unlink_clusters_async": lambda s: s.dd.unlink_clusters_async([info(3, s.port)], 500).close(),
+    "drain": lambda s: s.dd.drain(50),
     "check_link_status": lambda s: s.dd.check_link_status(3),
     "link": lambda s: s.dd.link("name", {1: 0, 3: 1}, "{}"),
     "unlink": lambda s: s.dd.unlink(7),

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
@@ -208,13 +208,21 @@ def test_the_name_of_a_host_is_looked_up_in_a_thread_in_time(local_pair: Pair, m
 
 @contextmanager
 def web_server() -> Iterator[int]:
-    """A server of HTTP, which waits for the end of a request's line."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+    """A server that waits for the end of a request of HTTP: a greeting may have a line's end among its random bytes."""
+
+    class Reader(StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline() not in (b"\r\n", b""):
+                pass
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Reader) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_an_empty_list_of_clusters_has_its_reason(end: LocalEnd, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 import pytest
 
+import llm_datadist
 from faults.relay import Relay, Rewriter
 from faults.strangers import Stranger, listener
 from llm_datadist import CacheKey, LLMStatusCode
@@ -51,6 +52,31 @@ def test_unknown_features_and_elements_are_ignored_by_both_sides(request: pytest
         assert [prompt.do(language, 2), decoder.do(language, 1)] == [spoken] * 2
         assert decoder.do(explain, 1).transport == over
     assert kinds >= {wire.Hello, wire.Welcome, wire.TransportChoice, wire.Linked, wire.Resolve, wire.Resolved}
+
+
+def _who(world: World) -> list[tuple[str, str]]:
+    now = world.dd.statistics()
+    (link,) = now.links
+    return [(now.release, now.role), (link.peer_release, link.peer_role)]
+
+
+@pytest.mark.parametrize("older", [None, wire.Hello, wire.Welcome])
+def test_both_sides_know_release_and_role_of_the_other_unless_it_is_older(
+    tcp_pair: Pair, older: type[wire.Message] | None
+) -> None:
+    """An older greeting ends before both."""
+    prompt, decoder = tcp_pair.start(linked=False)
+
+    def cut(message: wire.Message) -> bytes:
+        elements = msgspec.msgpack.decode(wire.encode(message))
+        payload = wire.encode(elements[:-2] if type(message) is older else elements)
+        return wire.FRAME_HEADER.pack(len(payload)) + payload
+
+    with Relay(("127.0.0.1", prompt.port or 0), (Rewriter(cut), Rewriter(cut))) as relay:
+        assert decoder.do(link, [info(1, relay.port)]) == SUCCESS
+        here, there = (llm_datadist.__version__, "PROMPT"), (llm_datadist.__version__, "DECODER")
+        assert prompt.do(_who) == [here, ("", "") if older is wire.Hello else there]
+        assert decoder.do(_who) == [there, ("", "") if older is wire.Welcome else here]
 
 
 @pytest.mark.parametrize("lacking", ["nobody", "dialer", "listener"])

@@ -24,7 +24,18 @@ from tests.support import linking
 from tests.support.ends import Family, begin_there, freeze, frozen, one_family, result_there
 from tests.support.grants import in_child
 from tests.support.kinds import Bytes, ChildEnd, End, Pair
-from tests.support.linking import SUCCESS, alone, bytes_move_both_ways, info, link, link_number, links, lose, redials
+from tests.support.linking import (
+    SUCCESS,
+    alone,
+    bytes_move_both_ways,
+    info,
+    link,
+    link_number,
+    links,
+    lose,
+    redials,
+    statistics,
+)
 from tests.support.moves import BLOCKS, Spec, Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.ranks import finalize_and_init
 from tests.support.world import World, make_config, residue_of
@@ -292,6 +303,7 @@ def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: 
     prompt.do(linking.vanish)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
+    assert (decoder.do(redials)[0].refused, dict(decoder.do(statistics).lost_peers).keys()) == (True, {1})
     linking.not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
     other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
@@ -513,8 +525,8 @@ def texts_in_the_moment_of_a_loss(world: World, peer: int) -> list[str]:
     table = world.probe.link_table
     really, texts = table.remove, list[str]()
 
-    def remove(link: Any) -> None:
-        really(link)
+    def remove(link: Any, *lost: str) -> None:
+        really(link, *lost)
         with pytest.raises(NotLinked) as caught:
             world.probe.link(peer)
         texts.append(str(caught.value))

@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import RestrictedRegistry
 
+import llm_datadist
 from llm_datadist import (
     BlocksCacheKey,
     CacheKey,
@@ -35,6 +36,7 @@ from tests.support.layers import Always
 from tests.support.linking import SUCCESS, explain, free_port, info, link, statistics, unlink, vanish
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
 from tests.support.source import run
+from tests.support.wire import VERSIONS
 from tests.support.world import make_config
 
 TRACED: Final = {"llm.Tracing": "1"}
@@ -287,6 +289,9 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
     assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
     assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
+    about = f'protocol="{VERSIONS[1]}",release="{llm_datadist.__version__}",role='
+    assert decoder[f'llm_datadist_info{{cluster="2",{about}"DECODER"}}'] == 1
+    assert decoder[f'llm_datadist_peer_info{{cluster="2",peer="1",{about}"PROMPT"}}'] == 1
     tables = {"ended_grants": 0, "peer_secrets": 1}
     for name, entries in tables.items():
         assert prompt[f'llm_datadist_table_entries{{cluster="1",table="{name}"}}'] == entries

@@ -4,9 +4,11 @@ The ends live in two processes, each of which has many LLMDataDists. Functions t
 """
 
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -17,10 +19,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from faults.gated import stopped
 from llm_datadist import BlocksCacheKey, CacheKey
-from llm_datadist.errors import CacheNotFound
+from llm_datadist.errors import CacheMismatch, CacheNotFound
 from llm_datadist.prometheus import register
 from tests.support.ends import ChildEnd, End, begin_there, frozen, result_there
-from tests.support.linking import info, link, link_number, lose, vanish
+from tests.support.linking import info, link, link_number, lose, unlink, vanish
 from tests.support.moves import Spec, Use, call, forget, make, same_bytes, show, wait_until
 from tests.support.world import World, small_pool
 
@@ -31,6 +33,7 @@ KV_MIB: Final = 1
 PAGE: Final = Spec(tensors=1, rows=1, stride=4096)
 EVERY_BLOCK: Final = list(range(KV.rows))
 SLOW_SECONDS: Final = 1.3
+_OTHER: Final = 500  # between the cluster ids of two prompts of a decoder
 
 
 class Instance(End):
@@ -91,15 +94,26 @@ class Pair:
         end.cluster_id = getattr(self, role).cluster_id
         return replace(self, prompt=end) if role == "prompt" else replace(self, decoder=end)
 
-    def start(self, kv: Spec | None = KV, *, mib: int = 2, transport: str = "auto", **settings: Any) -> None:
-        """Start and link both, with pools of that size, and with a blocks cache for their whole life."""
-        extra = {"llm.Transport": transport, "llm.PeerTimeout": "600"}
-        for end, role in ((self.prompt, "PROMPT"), (self.decoder, "DECODER")):
-            end.start(role, end.cluster_id, listen_ip_info="127.0.0.1:0", extra=extra, **small_pool(mib), **settings)
-        self.link()
+    def start(self, kv: Spec | None = KV, **settings: Any) -> None:
+        """Start and link both, with a blocks cache for their whole life; ``settings`` as :func:`_start`."""
+        _start(self.decoder, "DECODER", **settings)
+        if kv is not None:
+            self.decoder.do(make, "kv", kv, 2)
+        self.start_prompt(kv, **settings)
+
+    def start_prompt(self, kv: Spec | None = KV, **settings: Any) -> None:
+        """Start the prompt, perhaps not the first one, and link the decoder to it."""
+        _start(self.prompt, "PROMPT", **settings)
         if kv is not None:
             self.prompt.do(make, "kv", replace(kv, blocks_key=self.key), 1)
-            self.decoder.do(make, "kv", kv, 2)
+        self.link()
+
+    def beside(self, cluster_id: int, **settings: Any) -> Self:
+        """Return the decoder with a further prompt, in a process of its own, under that cluster id."""
+        pair = self.with_process("prompt")
+        pair.prompt.cluster_id = cluster_id
+        pair.start_prompt(**settings)
+        return pair
 
     def link(self) -> None:
         """Link them, unless a lost link is back already."""
@@ -112,6 +126,13 @@ class Pair:
     def same_kv(self) -> None:
         """Compare every byte of the two blocks caches."""
         same_bytes(self.decoder.do(show, "kv"), self.prompt.do(show, "kv"))
+
+
+def _start(
+    end: End, role: str, *, mib: int = 2, transport: str = "auto", silence: str = "600", **settings: Any
+) -> None:
+    extra = {"llm.Transport": transport, "llm.PeerTimeout": silence}
+    end.start(role, end.cluster_id, listen_ip_info="127.0.0.1:0", extra=extra, **small_pool(mib), **settings)
 
 
 # --- healthy loads ----------------------------------------------------------------------------------------------------
@@ -147,6 +168,77 @@ def rows(pair: Pair) -> Rounds:
         pair.decoder.do(_pull_rows, pair.prompt.cluster_id, first, first + 2)
 
 
+def polls(pair: Pair) -> Rounds:
+    """Nine pulls in ten are of what nobody has published yet."""
+    pair.start()
+    while True:
+        pair.pull(EVERY_BLOCK)
+        for _ in range(9):
+            with pytest.raises(CacheNotFound):
+                pair.decoder.do(call, "pull_blocks", replace(pair.key, model_id=9), Use("kv"), [0], [0])
+        yield
+
+
+def unlinks(pair: Pair) -> Rounds:
+    """The decoder unlinks an idle peer for a while, and its link to another one breaks and comes back."""
+    pair.start()
+    other = pair.beside(pair.prompt.cluster_id + _OTHER)
+    while True:
+        yield from _pulls(pair)
+        assert pair.decoder.do(unlink, [info(pair.prompt.cluster_id, pair.prompt.port)])[0] == 0
+        other.decoder.do(_lose, other.prompt.cluster_id)
+        other.link()
+        yield from _pulls(other)
+        pair.link()
+
+
+def restarted(pair: Pair) -> Rounds:
+    """The prompt's process is killed; another one takes its cluster id."""
+    pair = pair.with_process("prompt")
+    pair.start()
+    yield from _pulls(pair)
+    cast("ChildEnd", pair.prompt).kill()
+    yield from _pulls(pair.beside(pair.prompt.cluster_id), None)
+
+
+def replaced(pair: Pair) -> Rounds:
+    """The same over tcp, under another cluster id, and nobody unlinks the one that has gone."""
+    pair = pair.with_process("prompt")
+    pair.start(transport="tcp")
+    yield from _pulls(pair)
+    cast("ChildEnd", pair.prompt).kill()
+    yield from _pulls(pair.beside(pair.prompt.cluster_id + _OTHER, transport="tcp"), None)
+
+
+def upgraded(pair: Pair) -> Rounds:
+    """The prompt is finalized, another incarnation links, and so on."""
+    pair = pair.with_process("prompt")
+    pair.start()
+    while True:
+        yield from _pulls(pair)
+        pair.prompt.stop()
+        pair.start_prompt()
+
+
+def drained(pair: Pair) -> Rounds:
+    """The prompt is drained, stands for a while without links, and is finalized while the decoder uses another one."""
+    pair.start()
+    other = pair.beside(pair.prompt.cluster_id + _OTHER)
+    yield from _pulls(pair)
+    pair.prompt.do(_drain)
+    yield from _pulls(other, None)
+
+
+def _pulls(pair: Pair, rounds: int | None = 60) -> Rounds:
+    for _ in count() if rounds is None else range(rounds):
+        pair.pull([0])
+        yield
+
+
+def _drain(world: World) -> None:
+    assert not world.dd.drain()
+
+
 def _give(world: World, blocks: list[int], ttl: float, token: bytes | None = None) -> None:
     world.caches["kv"].grant(blocks, ttl, token=token)
 
@@ -169,13 +261,13 @@ def _pull_rows(world: World, cluster_id: int, first: int, last: int) -> None:
 
 
 # --- faults: healthy until the second step ----------------------------------------------------------------------------
-def killed(pair: Pair) -> Rounds:
-    """The prompt's process is killed."""
-    pair = pair.with_process("prompt")
-    pair.start()
+def stopped_peer(pair: Pair) -> Rounds:
+    """The decoder, which linked, stops for ever."""
+    pair = pair.with_process("decoder")
+    pair.start(silence="10")
     yield
-    cast("ChildEnd", pair.prompt).kill()
-    yield from _for_ever()
+    with frozen(pair.decoder):
+        yield from _for_ever()
 
 
 def loses_links(pair: Pair) -> Rounds:
@@ -188,22 +280,24 @@ def loses_links(pair: Pair) -> Rounds:
     yield from _for_ever()
 
 
-def vanished(pair: Pair) -> Rounds:
-    """The prompt cannot be reached while its process lives: it is dialled again for ever."""
+def unreachable(pair: Pair) -> Rounds:
+    """The network loses the prompt, and closes each connection to its address."""
     pair.start()
     yield
     pair.prompt.do(vanish)
-    yield from _for_ever()
+    with _closes_connections(pair.prompt.port):
+        yield from _for_ever()
 
 
-def asks_too_early(pair: Pair) -> Rounds:
-    """Some pulls are of what nobody has published."""
+def mismatched(pair: Pair) -> Rounds:
+    """Some pulls are into a cache of another shape."""
     pair.start()
+    pair.decoder.do(make, "other", replace(KV, tensors=2), 3)
     while True:
         yield
         pair.pull(EVERY_BLOCK)
-        with pytest.raises(CacheNotFound):
-            pair.decoder.do(call, "pull_blocks", replace(pair.key, model_id=9), Use("kv"), [0], [0])
+        with pytest.raises(CacheMismatch):
+            pair.decoder.do(call, "pull_blocks", pair.key, Use("other"), [0], [0])
 
 
 def stands_still(pair: Pair) -> Rounds:
@@ -280,18 +374,38 @@ def _lose(world: World, peer: int) -> None:
     wait_until(lambda: link_number(world, peer) != before)
 
 
+@contextmanager
+def _closes_connections(port: int | None) -> Iterator[None]:
+    def run() -> None:
+        while not ended.is_set():
+            server.accept()[0].close()
+
+    assert port is not None
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", port)) as server:
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            socket.create_connection(("127.0.0.1", port)).close()
+            thread.join()
+
+
 def _for_ever() -> Rounds:
     while True:
         yield
 
 
-LOADS: Final = (paged, as_vllm, rows)
+#: What an ordinary day has, too: deploys, drains, polls.
+LOADS: Final = (paged, as_vllm, rows, polls, unlinks, restarted, replaced, upgraded, drained)
 #: The fault that each alert is for, and the end that sees it.
 FAULTS: Final[dict[str, tuple[Callable[[Pair], Rounds], str]]] = {
-    "LlmDatadistLinkDown": (killed, "decoder"),
+    "LlmDatadistLinkDown": (stopped_peer, "prompt"),
     "LlmDatadistLostLinks": (loses_links, "both"),
-    "LlmDatadistRedialling": (vanished, "decoder"),
-    "LlmDatadistFailureRatio": (asks_too_early, "decoder"),
+    "LlmDatadistRedialling": (unreachable, "decoder"),
+    "LlmDatadistFailureRatio": (mismatched, "decoder"),
     "LlmDatadistSlow": (stands_still, "decoder"),
     "LlmDatadistOldestKey": (never_pulled, "prompt"),
     "LlmDatadistUnconsumedGrowing": (overproduces, "prompt"),

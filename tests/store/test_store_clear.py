@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from llm_datadist.errors import LLMException, StateError
-from llm_datadist.store import StoreClient, messages
+from llm_datadist.store import StoreClient, StoreOptions, StoreServer, messages
 from llm_datadist.store.client import shape_of
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.ends import begin_there, freeze, result_there
+from tests.support.linking import SUCCESS, info, unlink
 from tests.support.moves import Spec, wait_until
 from tests.support.world import World, make_config, small_pool
 
@@ -191,3 +192,23 @@ def test_a_store_that_is_not_linked_is_said_once_in_the_log(caplog: pytest.LogCa
     world.stop()
     assert caplog.text.count("not linked; until it is, lookups are misses") == 1
     assert (now.lookups, now.hits, now.misses) == (3, 0, {"absent": 0, "late": 0, "gone": 3, "busy": 0})
+
+
+@pytest.mark.parametrize("how", ["closed, then unlinked", "unlinked, then closed", "finalized"])
+def test_the_normal_end_of_a_client_is_no_warning_at_either_side(caplog: pytest.LogCaptureFixture, how: str) -> None:
+    world = World("alone")
+    world.start("MIX", 7, make_config(**small_pool()))
+    with StoreServer(1 << 20, "127.0.0.1:0", cluster_id=1, namespaces=4) as server, caplog.at_level(logging.INFO):
+        client = StoreClient(world.dd, f"127.0.0.1:{server.port}", NS, StoreOptions(store_id=1))
+        assert client.connect(20)
+        caplog.clear()
+        if how.startswith("closed"):
+            client.close()
+        if how != "finalized":
+            assert unlink(world, [info(1, server.port)]) == SUCCESS
+        else:
+            world.dd.finalize()
+        client.close()
+        wait_until(lambda: "ended: the peer unlinked" in caplog.text)
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
+    world.stop()

@@ -53,7 +53,7 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         with urllib.request.urlopen(f"http://127.0.0.1:{first['metrics']}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
         assert NS.hex() not in metrics, "who knows a namespace may use it"
-        labels = f'{{namespace="{shown(NS)}",tenant=""}}'
+        labels = f'{{namespace="{shown(NS)}",rank="0/1",tenant=""}}'
         for name, value in {"stored_keys_total": 3, "found_keys_total": 3, "published_slots": 3, "slots": 61}.items():
             assert f"llm_datadist_store_{name}{labels} {value:.1f}\n" in metrics
         assert "llm_datadist_store_cleared_namespaces_total 0.0\n" in metrics
@@ -63,6 +63,28 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         assert process.returncode == 0
         (space,) = json.loads(printed)["statistics"]["namespaces"]
         assert (space["namespace"], space["stored"], space["published"]) == (shown(NS), 3, 3)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["released", "interrupted again"])
+def test_an_interrupted_store_waits_for_the_hit_that_an_engine_holds(again: bool) -> None:
+    with started("--json", "--drain", "50") as (process, first), family_of() as family:
+        engine = family.child("engine")
+        engine.start("MIX", 7)
+        engine.do(make, "kv", e.SPEC, 7)
+        engine.do(e.open_client, "client", int(first["address"].rpartition(":")[2]), NS, {"store_id": STORE_ID})
+        keys = keys_of(0, 1)
+        assert engine.do(e.save, keys, [3, 4]) == 2
+        assert engine.do(e.look_up, keys) == 2
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5)
+        engine.do(e.load, [5, 6], "hit", "client", False)  # what it holds can still be loaded
+        if again:
+            process.send_signal(signal.SIGTERM)
+        else:
+            engine.do(e.release)
+        process.wait(40)
+        assert process.returncode == 0
 
 
 def test_mistakes_are_one_line_each() -> None:

@@ -121,7 +121,15 @@ def picture(world: World) -> Any:
     keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
     links = tuple(replace(link, progress_seconds=0.0) for link in statistics.links)
     return replace(
-        statistics, keys=keys, links=links, operations=(), devices=(), redials=(), links_lost={}, reconnects=0
+        statistics,
+        keys=keys,
+        links=links,
+        operations=(),
+        devices=(),
+        redials=(),
+        links_lost={},
+        lost_peers=(),
+        reconnects=0,
     )
 
 

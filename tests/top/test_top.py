@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from textual.widgets import DataTable, Static
 
+import llm_datadist
 from llm_datadist._statistics_page import PAGE_VERSION, PageError, StatisticsPage, instances, read_page
 from llm_datadist.metrics import quantile
 from llm_datadist.tools.cli.top_rows import NOTHING
@@ -155,6 +156,7 @@ def test_once_as_tables_of_every_width_has_the_figures_of_the_json(
     for cells, (each, link) in zip(shown["links"], links, strict=True):
         assert (cells["of"], cells["peer"]) == (f"{each['cluster_id']}", f"{link['remote_cluster_id']}")
         assert (cells["state"], cells["over"]) == (link["state"], link["transport"])
+        assert (cells["release"], cells["role"]) == (link["peer_release"], link["peer_role"])
         moved = _bytes(cells["read"]), _bytes(cells["written"])
         assert moved == pytest.approx((link["read_bytes"], link["written_bytes"]))
     done = [(each, one, by) for each in found for one in each["statistics"]["operations"] for by in one["transports"]]
@@ -199,6 +201,7 @@ def test_the_screen_shows_links_and_operations_and_says_why_and_idle_instances_c
             row = [f"{each['pid']}" for each in app.found for _ in each["statistics"]["links"]].index(str(pid))
             links = app.query_one("#links", DataTable)
             wanted = {"peer": "1", "state": "ready", "over": "shm", "read": "12.0 KiB", "written": "0 B"}
+            wanted |= {"release": llm_datadist.__version__, "role": "PROMPT"}
             assert wanted.items() <= _shown(app, "#links")[row].items()
             wanted = {"operation": "pull_blocks", "over": "shm", "calls": "3", "moved": "12.0 KiB"}
             assert any(wanted.items() <= each.items() for each in _shown(app, "#operations"))
@@ -269,8 +272,17 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
             assert rates.items() <= _shown(app, "#links")[0].items()
             assert _shown(app, "#operations")[0]["calls/s"] == "20.0"
             await pilot.pause()
-            widths = {table.id: table.virtual_size.width for table in app.query(DataTable)}
-            assert max(widths.values()) <= 80, widths
+            for name, first in (("instances", 6), ("links", 7), ("operations", 7)):
+                table = app.query_one(f"#{name}", DataTable)
+                assert sum(each.get_render_width(table) for each in table.ordered_columns[:first]) <= 80, name
+            shown = {name: _shown(app, f"#{name}")[0] for name in ("instances", "links", "operations")}
+            assert [shown["links"][name] for name in ("of", "peer")] == ["..20001", "..10001"], "four digits are equal"
+            assert (shown["instances"]["cluster"], shown["instances"]["release"]) == ("..20001", "0.2.0")
+            operation = ["of", "operation", "failed", "p50 µs", "p99 µs", "GB/s", "calls/s"]
+            assert list(shown["operations"])[:7] == operation
+            assert (shown["operations"]["failed"], shown["operations"]["failures"]) == ("3", "PeerLost: 2, X: 1")
+            keys: Any = app.query("FooterKey")
+            assert {"q", "i", "h", "e"} <= {each.key for each in keys if each.region.right <= 80}
             await pilot.resize_terminal(50, 30)
             links.scroll_to(x=20, animate=False)
             await pilot.pause()
@@ -291,16 +303,18 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
 
 def _reading(when: float, calls: int) -> Any:
     """Return an instance that has moved a GB read and two GB written with each call."""
-    link = {"remote_cluster_id": 1, "state": "ready", "transport": "tcp", "reason": "so"}
+    link = {"remote_cluster_id": 18 * 10**17 + 10_001, "state": "ready", "transport": "tcp", "reason": "so"}
+    link |= {"peer_release": "0.2.0", "peer_role": "PROMPT"}
     by = {"transport": "tcp", "count": calls, "nbytes": calls << 20, "buckets": [0] * 10 + [calls, 1] + [0] * 14}
     now = {
         "links": [link | {"read_bytes": calls * 10**9, "written_bytes": 2 * calls * 10**9}],
-        "operations": [{"name": "pull_blocks", "failures": {}, "transports": [by]}],
+        "operations": [{"name": "pull_blocks", "failures": {"PeerLost": 2, "X": 1}, "transports": [by]}],
         "pools": [{"name": each, "used_bytes": 300 << 20, "capacity_bytes": 8 << 30} for each in ("device", "host")],
         "grants": {"active": 0},
         "quarantined_bytes": 0,
+        "release": "0.2.0",
     }
-    about = {"pid": 12345, "cluster_id": 2, "role": "DECODER", "published_at": when}
+    about = {"pid": 12345, "cluster_id": 18 * 10**17 + 20_001, "role": "DECODER", "published_at": when}
     return about | {"age_seconds": 0.1, "truncated": False, "statistics": now}
 
 

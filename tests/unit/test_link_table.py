@@ -57,6 +57,26 @@ def test_what_became_of_links_is_remembered_of_so_many_clusters() -> None:
     assert table.past(4999)[1] is None
 
 
+def test_a_lost_peer_is_remembered_until_it_is_linked_again_or_unlinked() -> None:
+    here, peers = End(1, b"x" * 16), [Peer(number, bytes([number]) * 16, number, "host") for number in (2, 3, 4)]
+
+    def made(peer: Peer) -> Link:
+        link = here.link(peer, "link", dialled=False, sequence=0, peer_sequence=1)
+        here.table.admit(link)
+        return link
+
+    for link, kind in zip(map(made, peers), ("silent", "connection", ""), strict=True):
+        here.table.remove(link, kind)
+        here.table.remove(link, "replaced")  # it is not there any more
+    assert here.table.lost == {2: "silent", 3: "connection"}
+    made(peers[0])
+    here.table.refuse_reconnects(3)
+    assert here.table.lost == {}
+    for number in range(10, 310):
+        here.table.remove(made(Peer(number, number.to_bytes(16), number, "host")), "silent")
+    assert (len(here.table.lost), 10 in here.table.lost, 309 in here.table.lost) == (256, False, True)
+
+
 def dial(here: End, there: End) -> Iterator[None]:
     """One call of link_clusters, step by step; between two steps anything else may happen."""
     while True:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from llm_datadist import CacheDesc, DataType, LLMDataDist, LLMRole
+from llm_datadist import CacheDesc, DataType, LLMClusterInfo, LLMDataDist, LLMRole, LLMStatusCode
 from llm_datadist._log import LEVEL_VARIABLE, LOG_VARIABLE, apply_environment, logger
 from llm_datadist.utils import log
 
@@ -55,6 +55,33 @@ def test_the_log_of_a_call_names_the_line_of_the_user(caplog: pytest.LogCaptureF
     spans = [each for each in caplog.records if " started " in each.getMessage() or " succeeded " in each.getMessage()]
     assert len(spans) == 6
     assert {each.pathname for each in spans} == {__file__}
+
+
+def test_links_and_calls_have_loggers_of_their_own_below_the_librarys(caplog: pytest.LogCaptureFixture) -> None:
+    dd = LLMDataDist(LLMRole.DECODER, 1)
+    dd.init({"ge.exec.deviceId": "0", "llm.EnableCacheManager": "1", "llm.MemPoolConfig": '{"memory_size": 65536}'})
+    nowhere = LLMClusterInfo()
+    nowhere.append_local_ip_info("127.0.0.1", 0)
+    nowhere.append_remote_ip_info("127.0.0.1", 9)
+
+    def said() -> set[str]:
+        """Return the loggers whose records a handler of the root gets from a call and from a link that fails."""
+        caplog.clear()
+        dd.cache_manager.deallocate_blocks_cache(
+            dd.cache_manager.allocate_blocks_cache(CacheDesc(1, [2, 16], DataType.DT_UINT8))
+        )
+        assert dd.link_clusters([nowhere], 100)[0] is not LLMStatusCode.LLM_SUCCESS
+        return {each.name for each in caplog.records}
+
+    with caplog.at_level(logging.INFO, "LLM_DATADIST"):
+        assert said() == {"LLM_DATADIST.calls", "LLM_DATADIST.links"}
+        for silent, loud in (("calls", "links"), ("links", "calls")):
+            child = logging.getLogger(f"LLM_DATADIST.{silent}")
+            child.setLevel(logging.CRITICAL)
+            heard = said()
+            child.setLevel(logging.NOTSET)
+            assert heard == {f"LLM_DATADIST.{loud}"}
+    dd.finalize()
 
 
 #: An LLMDataDist that logs at INFO, in a fresh interpreter; what is put before it is the application's.

@@ -93,7 +93,7 @@ def test_a_handler_that_always_fails_fills_no_log(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_log_line_that_comes_later_tells_how_many_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    log = SeldomLog()
+    log = SeldomLog(logging.getLogger("LLM_DATADIST.calls"))
     log.log(logging.WARNING, "x", "it failed")
     for _ in range(5):
         log._lines["x"] = (float("inf"), log._lines["x"][1])

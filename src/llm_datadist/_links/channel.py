@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import ANSWERS, FRAME_HEADER, FRAME_LIMIT, Message, decode, frame
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import Stream
 from llm_datadist._native.public_call import elsewhere, whole
 from llm_datadist._transport.address import shut_down

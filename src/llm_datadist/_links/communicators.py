@@ -21,7 +21,7 @@ from llm_datadist._links.listener import AdmissionPolicy, Listener, listening_so
 from llm_datadist._links.messages import CommunicatorId
 from llm_datadist._links.ranktable import PORTS_VARIABLE, ports
 from llm_datadist._links.retry import Attempt, RetryQueue
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist.errors import DeadlineExceeded, LinkRefused, LLMException, LLMStatusCode, NotLinked, StateError
 from llm_datadist.metrics import CommunicatorStatistics
 from llm_datadist.types.enums import RegisterMemStatus

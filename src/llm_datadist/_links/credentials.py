@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._checks import check_rule, clean
 from llm_datadist._links.tls_session import Context, TlsSession
-from llm_datadist._log import SeldomLog, logger
+from llm_datadist._log import SeldomLog
+from llm_datadist._log import links_logger as logger
 from llm_datadist._memory.segment import EXHAUSTED, new_memfd
 from llm_datadist._threads import finish_before_exit
 from llm_datadist.config import AUTH_SECRET, TLS_CA, TLS_CERT, TLS_KEY
@@ -129,7 +130,7 @@ class Kept(Generic[T]):
 
     def __init__(self, files: CredentialFiles, read: Callable[[], T], what: str) -> None:
         self._files, self._read, self._what = files, read, what
-        self._seldom = SeldomLog()
+        self._seldom = SeldomLog(logger)
         self._lock = threading.Lock()  # guards these
         self._stamp: tuple[object, ...] = ()
         with suppress(OSError):  # ``read`` reports it

@@ -21,7 +21,7 @@ from llm_datadist._links.identity import DIALER, LISTENER, SHARE_BYTES, PeerSecr
 from llm_datadist._links.link import Link, Peer
 from llm_datadist._links.messages import Greeting, Hello, Linked, Message, Refused, TransportChoice, Welcome
 from llm_datadist._links.renewal import Renewal
-from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree
+from llm_datadist._links.versions import FEATURES, VERSIONS, Spoken, agree, release
 from llm_datadist._transport import instances
 from llm_datadist._transport.address import is_plain, other_build
 from llm_datadist._transport.users import why_other_user
@@ -61,6 +61,7 @@ class Endpoint:
     check_reach: Callable[[str], None]  # raises ParamError to forbid a host
     require_link: Callable[[int], None]  # raises AuthFailed if the cluster may not link; any thread
     offered_to: Callable[[int], Exports | LinkRefused]  # exports that the cluster may map, or why none; any thread
+    role: Callable[[], str] = str  # of this instance, by name
     users: frozenset[int] | None = None  # of this host that may link, with this process's own; None: all
     peer_secrets: PeerSecrets = field(default_factory=PeerSecrets)
 
@@ -85,6 +86,8 @@ class Endpoint:
             "transport": self.transports.asked,
             "nonce": secrets.token_bytes(16),
             "share": b"" if self.credentials is None else new_share(),
+            "release": release(),
+            "role": self.role(),
         }
 
     def agree(self, theirs: Greeting) -> Spoken:
@@ -142,7 +145,7 @@ class Handshake:
         self.step = 0  # messages of ORDER that were said and heard
         self.parser = FrameParser()
         self.meeting: Meeting
-        self.theirs: Greeting
+        self.theirs: Hello | Welcome
         self.transcript: Transcript
         self.spoken: Spoken
         self.proven = False  # the peer is the process that this side has met before, or lives in this one

@@ -13,7 +13,7 @@ from llm_datadist._checks import require_intact
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import Requests, UseGate, Waiter, steps
 from llm_datadist._native.public_call import raise_of_handler, whole
 from llm_datadist.errors import LinkError, LLMException, NotLinked, PeerLost, ProtocolError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._links.channel import Channel
-    from llm_datadist._links.messages import Consumed, Greeting, Hello, Message, Release
+    from llm_datadist._links.messages import Consumed, Hello, Message, Release, Welcome
     from llm_datadist._links.renewal import Renewal
     from llm_datadist._links.versions import Spoken
     from llm_datadist._transport.choose import Choice
@@ -39,10 +39,12 @@ class Peer:
     incarnation: bytes
     pid: int
     host: str
+    release: str = ""  # as the peer says; empty for an older one
+    role: str = ""
 
     @classmethod
-    def of(cls, greeting: Greeting) -> Peer:
-        return cls(greeting.cluster_id, greeting.incarnation, greeting.pid, greeting.host[:255])
+    def of(cls, said: Hello | Welcome) -> Peer:
+        return cls(said.cluster_id, said.incarnation, said.pid, said.host[:255], said.release, said.role)
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id} (pid {self.pid} on {self.host})"
@@ -395,6 +397,8 @@ class Link:
             peer_incarnation=self.peer.incarnation.hex(),
             protocol=self.spoken.version,
             dialled=self.origin.shown,
+            peer_release=self.peer.release,
+            peer_role=self.peer.role,
         )
 
     def check_integrity(self) -> None:

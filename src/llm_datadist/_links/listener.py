@@ -19,7 +19,8 @@ from llm_datadist._links.handshake import ListenerSide
 from llm_datadist._links.link import LinkOrigin
 from llm_datadist._links.messages import PREAMBLE_BYTES, Hello, Linked, TransportChoice
 from llm_datadist._links.tls_session import MAX_HANDSHAKE_BYTES
-from llm_datadist._log import SeldomLog, logger, named
+from llm_datadist._log import SeldomLog, named
+from llm_datadist._log import links_logger as logger
 from llm_datadist._transport.address import new_socket, read_exactly, shut_down
 from llm_datadist.errors import AuthFailed, LinkError, LinkRefused, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.cluster import show_address
@@ -121,7 +122,7 @@ class Listener:
     #: Handshakes in progress, oldest first.
     _greetings: dict[_Accepted, None] = field(default_factory=dict)
     _resume: asyncio.TimerHandle | None = None
-    _seldom: SeldomLog = field(default_factory=SeldomLog)  # any number of connections may come
+    _seldom: SeldomLog = field(default_factory=lambda: SeldomLog(logger))  # any number of connections may come
 
     def __post_init__(self) -> None:
         self.address: tuple[str, int] = self._sock.getsockname()[:2]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._links.messages import Beat
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist.errors import LLMException
 
 if TYPE_CHECKING:

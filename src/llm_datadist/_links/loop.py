@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._memory.unmap import never_wait_here
 from llm_datadist._native import BriefPoll
 from llm_datadist._native.public_call import do_what_was_put_off, public_call, whole

@@ -19,7 +19,8 @@ from llm_datadist._links.liveness import Heartbeat
 from llm_datadist._links.messages import Answer, ClaimOver, Failed, GrantedOnly, Located, UnlinkAck, Verified
 from llm_datadist._links.retry import Attempt, Reconnect, Reconnector
 from llm_datadist._links.table import LinkTable
-from llm_datadist._log import logger, named
+from llm_datadist._log import links_logger as logger
+from llm_datadist._log import named
 from llm_datadist._native import Meter, Use, steps
 from llm_datadist._native.public_call import elsewhere
 from llm_datadist.errors import (
@@ -208,6 +209,11 @@ class LinkManager:
     def lost(self) -> dict[str, int]:
         """Lost links by kind of reason, except those being unlinked."""
         return {kind: meter.count for kind, meter in self._lost.copy().items()}
+
+    @property
+    def lost_peers(self) -> tuple[tuple[int, str], ...]:
+        """Cluster id and kind of each loss, until the peer is linked again or unlinked here."""
+        return tuple(self._table.lost.copy().items())
 
     @property
     def reconnected(self) -> int:
@@ -513,7 +519,7 @@ class LinkManager:
         reconnect = self._reconnector.begin(link) if in_table and not expected else None
         if not link.ended:  # first, too: NotLinked names the reason
             self.note(link.peer.cluster_id, f"the link {'was lost' if lost else 'ended'}", reason)
-        self._table.remove(link)
+        self._table.remove(link, "" if expected else kind)
         if link.end(reason, lost=lost):
             log = logger.info if expected else logger.warning
             log("link to %s ended: %s", link.peer, reason)

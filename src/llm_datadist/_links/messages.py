@@ -121,22 +121,28 @@ class Hello(Greeting, frozen=True):
 
     ``wanted`` is the expected cluster id, or None to learn it (interface R28). ``reconnects``: no call asks for the
     link; the dialer has lost it. ``token`` opens, once, what the listener's transports keep for this handshake, and
-    finds a dialer of the same process. If given, only the same ``communicator`` may answer.
+    finds a dialer of the same process. If given, only the same ``communicator`` may answer. ``release`` and ``role``
+    are for people; an older peer says none.
     """
 
     wanted: U64 | None
     reconnects: bool
     token: Identity16
     communicator: CommunicatorId | None = None
+    release: Name = ""
+    role: Name = ""
 
 
 class Welcome(Greeting, frozen=True):
     """Listener -> dialer: answer to :class:`Hello`.
 
     ``proof`` shows that the dialer has met this process before (:mod:`.identity`); empty without a common secret.
+    ``release`` and ``role`` are as in :class:`Hello`.
     """
 
     proof: Maybe32
+    release: Name = ""
+    role: Name = ""
 
 
 class Refused(Message, frozen=True):
@@ -415,8 +421,8 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 #: Texts of a peer, which :func:`decode` cleans.
 _TEXTS: Final[dict[type[Message], tuple[str, ...]]] = {
-    Hello: ("host",),
-    Welcome: ("host",),
+    Hello: ("host", "release", "role"),
+    Welcome: ("host", "release", "role"),
     Refused: ("text",),
     TransportChoice: ("transport", "reason"),
     Failed: ("text",),

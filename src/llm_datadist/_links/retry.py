@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger, named
+from llm_datadist._log import links_logger as logger
+from llm_datadist._log import named
 from llm_datadist._native.public_call import public_call
 from llm_datadist.errors import LinkRefused, LLMException, LLMStatusCode
 from llm_datadist.metrics import RedialStatistics
@@ -233,6 +234,7 @@ class Reconnect(Attempt):
         self.cost = 0.0  # seconds that its failed attempts held a thread
         self.address = address
         self.reason = ""  # of the last failure
+        self.refused = False  # by the kernel of the peer's host
         self.delay = delay  # before jitter
         watches = (each.watch() for each in link.connection.connections)
         self._watch: Watch | None = next((watch for watch in watches if watch is not None), None)
@@ -326,6 +328,7 @@ class Reconnector(RetryQueue[Reconnect]):
                 address=show_address(each.address),
                 attempts=each.attempts,
                 reason=each.reason,
+                refused=each.refused,
             )
             for each in attempts
             if not self._linked(each)  # its attempt has succeeded
@@ -350,6 +353,7 @@ class Reconnector(RetryQueue[Reconnect]):
             self._dial_once(reconnect, Deadline(_ATTEMPT_MS))
         except LLMException as error:
             reconnect.reason = str(error)
+            reconnect.refused = isinstance(error.__cause__, ConnectionRefusedError)
             reconnect.cost += time.monotonic() - began
             final = error.status_code in _FINAL
             if final and not reconnect.cancelled:

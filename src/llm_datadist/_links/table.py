@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 #: Notes kept of clusters that are not linked.
 _MAX_REMEMBERED: Final = 4096
+_MAX_LOST: Final = 256  # each is a series of a metric
 
 V = TypeVar("V")
 
@@ -39,6 +40,7 @@ class LinkTable:
         self._dialling: set[bytes] = set()
         self._unlinked: dict[int, None] = {}  # clusters, oldest first: they may not reconnect
         self._past: dict[int, tuple[str, float, LLMException | str]] = {}  # last end or failure, its time and reason
+        self.lost: dict[int, str] = {}  # kind of the loss by cluster, until it is linked again or unlinked here
         self.sequence = 0  # number of the newest dial or accepted link
         self._refused = ""  # why no link is made any more
 
@@ -103,7 +105,7 @@ class LinkTable:
                 self._refuse_conflict(link.peer)
             old = self.links.get(link.peer.cluster_id)
             self.links[link.peer.cluster_id] = link
-            self._unlinked.pop(link.peer.cluster_id, None)
+            self._made(link.peer.cluster_id)
             self._changed.notify_all()
             return old
 
@@ -151,13 +153,14 @@ class LinkTable:
                 text = "both sides dialled at once; the call of the other side goes on"
                 raise LinkRefused(text, status_code=LLMStatusCode.LLM_LINK_BUSY)
             self.links[peer.cluster_id] = link
-            self._unlinked.pop(peer.cluster_id, None)
+            self._made(peer.cluster_id)
             return old
 
     def refuse_reconnects(self, cluster_id: int) -> None:
         """Admit no reconnect of a cluster until a call links it again."""
         with self._changed:
             _remember(self._unlinked, cluster_id, None)
+            self.lost.pop(cluster_id, None)
 
     def refuses_reconnects(self, cluster_id: int) -> bool:
         return cluster_id in self._unlinked
@@ -173,10 +176,13 @@ class LinkTable:
         error, ago = why if isinstance(why, LLMException) else None, time.monotonic() - when
         return f"; {what} {ago:.1f} s ago: {named(error) if error else why}" if what else "", error
 
-    def remove(self, link: Link) -> None:
+    def remove(self, link: Link, lost: str = "") -> None:
+        """Remove a link; ``lost`` is the kind of its loss, if it was lost."""
         with self._changed:
             if self.links.get(link.peer.cluster_id) is link:
                 del self.links[link.peer.cluster_id]
+                if lost:
+                    _remember(self.lost, link.peer.cluster_id, lost, _MAX_LOST)
             self._loopback.discard(link)
             self._changed.notify_all()
 
@@ -186,6 +192,10 @@ class LinkTable:
 
     def wait(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         return deadline.wait_for(self._changed, condition)
+
+    def _made(self, cluster_id: int) -> None:
+        self._unlinked.pop(cluster_id, None)
+        self.lost.pop(cluster_id, None)
 
     def _next(self) -> int:
         self.sequence += 1
@@ -205,8 +215,8 @@ class LinkTable:
                 require_intact(link.peer.incarnation == self._mine, f"{link!r} is filed as a link to ourselves")
 
 
-def _remember(table: dict[int, V], cluster_id: int, value: V) -> None:
+def _remember(table: dict[int, V], cluster_id: int, value: V, most: int = _MAX_REMEMBERED) -> None:
     table.pop(cluster_id, None)
     table[cluster_id] = value
-    if len(table) > _MAX_REMEMBERED:
+    if len(table) > most:
         del table[next(iter(table))]

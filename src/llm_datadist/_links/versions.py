@@ -5,6 +5,7 @@ docs/protocol.md tells what each feature is, and what a missing one means.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist.errors import LinkRefused
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from llm_datadist._links.messages import Greeting
 
 #: Oldest and newest protocol version of this build; each minor release after 0.2.0 speaks that of the one before.
-VERSIONS: Final = (11, 11)
+VERSIONS: Final = (11, 12)
 READS_BY_KEY: Final = "reads-by-key"
 QUESTIONS: Final = "questions"
 GRANTED_ONLY: Final = "granted-only"
@@ -25,6 +26,11 @@ class Spoken(NamedTuple):
 
     version: int
     features: frozenset[str]
+
+
+def release() -> str:
+    """Return ``llm_datadist.__version__``: the package is above this module, which may not import it."""
+    return str(sys.modules["llm_datadist"].__version__)
 
 
 def agree(cluster_id: int, theirs: Greeting) -> Spoken:

@@ -17,7 +17,7 @@ import numpy as np
 from llm_datadist._cache.registry import CacheState, Entry
 from llm_datadist._checks import check_enabled
 from llm_datadist._links.messages import MAX_LOCATE, Locate, Located, RemoteFailure, failed
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist.errors import LLMException, ParamError, ProtocolError
 
 if TYPE_CHECKING:

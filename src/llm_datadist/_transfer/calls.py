@@ -12,7 +12,7 @@ from llm_datadist._cache import geometry
 from llm_datadist._cache.geometry import CacheKind, Geometry, LayerPlan, RowRange
 from llm_datadist._checks import check_list, check_rule, check_type, check_uint64, type_error
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native import BlockList, parse_blocks
 from llm_datadist._native.public_call import OfProcess
 from llm_datadist._transfer import arguments

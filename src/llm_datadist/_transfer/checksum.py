@@ -19,7 +19,7 @@ import numpy as np
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_rule
 from llm_datadist._links.messages import MAX_VERIFY_RUNS, Failed, Message, RemoteFailure, Verified, Verify, failed
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native import BlockList, CopyPool, Plan, Tensors, surviving
 from llm_datadist._native.plan import NONCE_BYTES, PlanSide, digest, split_plan
 from llm_datadist._native.public_call import elsewhere

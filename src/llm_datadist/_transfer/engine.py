@@ -24,6 +24,7 @@ from llm_datadist._links.listener import bind
 from llm_datadist._links.loop import ControlLoop
 from llm_datadist._links.manager import LinkManager
 from llm_datadist._links.ranktable import RankTable
+from llm_datadist._links.versions import VERSIONS, release
 from llm_datadist._log import logger
 from llm_datadist._memory.cuda import CudaDevice
 from llm_datadist._memory.device import Device, HostDevice
@@ -169,6 +170,7 @@ class Engine:
             check_reach=partial(options.check_reach, "link"),
             require_link=self._access.require_link,
             offered_to=self._access.offered_to,
+            role=lambda: self.options.role.name,
             users=options.linked_users,
         )
         return LinkManager(self._control, endpoint, options, handlers, self._on_link_end, self._on_tick)
@@ -296,9 +298,14 @@ class Engine:
             communicators=self.links.communicators.statistics(),
             operations=self.meters.totals(),
             links_lost=self.links.lost,
+            lost_peers=self.links.lost_peers,
             reconnects=self.links.reconnected,
             devices=(device.statistics(),) if isinstance(device := self.caches.device, CudaDevice) else (),
             tables={"ended_grants": self.grants.ended, "peer_secrets": len(self.links.endpoint.peer_secrets)},
+            release=release(),
+            role=self.options.role.name,
+            protocol=VERSIONS[1],
+            transport=self.transports.asked or "",
         )
 
     def check_integrity(self) -> None:

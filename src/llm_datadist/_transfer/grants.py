@@ -27,7 +27,7 @@ import msgspec
 from llm_datadist._cache.geometry import CacheKind
 from llm_datadist._checks import check_callable, check_rule, check_type, check_uint64, require_intact
 from llm_datadist._links.messages import MAX_GRANT, Claim, Claimed, ClaimEnded, ClaimOver, RemoteFailure, failed
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native import LentBlocks, parse_blocks
 from llm_datadist._native.public_call import elsewhere, put_off
 from llm_datadist._transport.connection import guards_of

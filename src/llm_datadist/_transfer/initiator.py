@@ -16,7 +16,7 @@ from llm_datadist._cache.registry import FIRST_PEER_CHOSEN_PIN
 from llm_datadist._checks import out_of_memory
 from llm_datadist._links.messages import Consumed, Release, RemoteFailure, Resolve, Resolved, SocketsDropped
 from llm_datadist._links.versions import READS_BY_KEY
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._memory.write_intents import AnnouncementRefused
 from llm_datadist._native import Waiter, steps
 from llm_datadist._native.public_call import elsewhere, whole

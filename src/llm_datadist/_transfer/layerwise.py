@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import check_uint32
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native.public_call import OfProcess, do_what_was_put_off, public_call, public_calls
 from llm_datadist._transfer.addresses import RemoteOffset, locate
 from llm_datadist._transfer.initiator import PushDestination, TransferOp

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import check_uint64
 from llm_datadist._deadline import Deadline, wait_all
-from llm_datadist._log import logger, named
+from llm_datadist._log import links_logger as logger
+from llm_datadist._log import named
 from llm_datadist._threads import Threads
 from llm_datadist.errors import KeyInUse, LinkError, LLMException, LLMStatusCode, NotLinked, ParamError, link_failures
 from llm_datadist.types.cluster import host_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import main_thread
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native import OperationMeter, Timer
 from llm_datadist._native.public_call import for_main_thread, whole
 from llm_datadist.errors import LLMStatusCode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from llm_datadist._checks import check_rule, check_text, check_type
 from llm_datadist._links.messages import MAX_BODY, Answer, Question, RemoteFailure, failed
 from llm_datadist._links.versions import QUESTIONS
-from llm_datadist._log import SeldomLog
+from llm_datadist._log import SeldomLog, calls_logger
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, ProtocolError
 from llm_datadist.types.question import PeerQuestion
 
@@ -64,7 +64,7 @@ class Questions:
         self._unanswered: Counter[Link] = Counter()
         self._bytes: Counter[Link] = Counter()
         self._held = 0
-        self._log = SeldomLog()
+        self._log = SeldomLog(calls_logger)
 
     def serve(self, name: str, handler: Handler | None) -> None:
         with self._lock:

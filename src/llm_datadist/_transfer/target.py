@@ -14,7 +14,7 @@ import numpy as np
 from llm_datadist._cache.registry import Namespace
 from llm_datadist._links.link import Link
 from llm_datadist._links.messages import Consumed, Failed, GrantedOnly, Guarded, Release, Resolve, Resolved, failed
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._transfer.resolution import Handle, KeyHandle, decode_handle
 from llm_datadist._transport.moves import MoveReply
 from llm_datadist.errors import CacheNotFound, LLMException, LLMStatusCode, ParamError, ProtocolError

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._transfer.meters import CallSpan, Meters
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.errors import LLMException, LLMStatusCode

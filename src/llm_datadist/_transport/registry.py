@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._option_kinds import TRANSPORT_GROUP, TRANSPORTS, transport_entries
 from llm_datadist._transport import instances
 from llm_datadist._transport.inproc import InprocTransport

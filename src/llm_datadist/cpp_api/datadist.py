@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llm_datadist._checks import check_dict, check_int, check_rule, check_timeout, check_type, is_digits
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger
+from llm_datadist._log import calls_logger as logger
 from llm_datadist._native import parse_blocks
 from llm_datadist._native.public_call import for_main_thread, public_calls, require_outermost
 from llm_datadist._transfer import linking

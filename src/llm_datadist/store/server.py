@@ -23,7 +23,7 @@ from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import count_keys
 from llm_datadist._native.public_call import OfProcess, public_calls, put_off
 from llm_datadist.config import PEER_POLICY
-from llm_datadist.datadist import LLMDataDist, tear_down
+from llm_datadist.datadist import LLMDataDist, drain, life_of, tear_down
 from llm_datadist.errors import CacheMismatch, LinkError, LLMStatusCode, OutOfMemory, ParamError, StateError
 from llm_datadist.store import messages
 from llm_datadist.store.client import STORE_ID
@@ -119,7 +119,7 @@ class _Space:
         self.loads -= 1
 
 
-@public_calls(here=("check_integrity",), whole=("__init__", "close"), plain=("drain",))
+@public_calls(here=("check_integrity",), whole=("__init__", "close"))
 class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
     """A prefix store in this process: an LLMDataDist, its pool, an index.
 
@@ -200,7 +200,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
 
     def drain(self, timeout_ms: int = 10_000) -> Leftover:
         """Lend nothing more, and let loads and saves end, as :meth:`LLMDataDist.drain`; :meth:`close` must follow."""
-        return self.datadist.drain(timeout_ms)
+        return drain(life_of(self.datadist), timeout_ms)
 
     def close(self) -> None:
         """End all links and give the memory back. Idempotent.
@@ -566,6 +566,7 @@ def _figures(space: _Space) -> NamespaceStatistics:
         loads=space.loads,
         events=space.log.number,
         logged=space.log.keys,
+        rank=f"{space.ranks[1].index(space.name[1])}/{len(space.ranks[1])}",
         block_bytes=desc.num_tensors * desc.size // slots.count,
         **space.counts,
     )

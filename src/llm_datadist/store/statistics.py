@@ -12,6 +12,7 @@ class NamespaceStatistics:
     Attributes:
         tenant: Tenant of its clients by the store's ``llm.PeerPolicy``, or empty.
         namespace: Its digest, as logs and metrics show it.
+        rank: Its tensor-parallel rank in its engine, and their number: ``0/2``.
         slots, free, filling, published: Slots, and those in these states.
         loads: Hits that were not released.
         events, logged: Number of the last event; keys that are kept of events, with one more for each event.
@@ -41,6 +42,7 @@ class NamespaceStatistics:
     removed: int = 0
     failed: int = 0
     cleared: int = 0
+    rank: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._transport.nixl.bindings import (
     NixlFailed,
     import_bindings,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from weakref import WeakSet
 
 from llm_datadist._checks import HERE
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import MAX_REQUEST_RUNS, Plan, encode_request
 from llm_datadist._native.lane_engine import LOST, TORN
 from llm_datadist._native.plan import PlanSide, split_plan

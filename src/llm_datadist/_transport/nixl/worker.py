@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import clean
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import Device
 from llm_datadist._native.lane_engine import CHANGED, LOST, TORN
 from llm_datadist._native.plan import PlanSide

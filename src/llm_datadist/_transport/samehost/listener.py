@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llm_datadist._checks import HERE
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import close_elsewhere, readable
 from llm_datadist._native.public_call import public_call
 from llm_datadist._transport.samehost.cma import probe

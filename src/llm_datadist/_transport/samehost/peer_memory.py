@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 from llm_datadist._checks import HERE, clean
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._memory.cuda import CudaDevice, DeviceSegment
 from llm_datadist._memory.guards import read_cookie
 from llm_datadist._memory.segment import SharedSegment

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from llm_datadist._checks import HERE
 from llm_datadist._deadline import Deadline
-from llm_datadist._log import logger
+from llm_datadist._log import links_logger as logger
 from llm_datadist._native import (
     LaneEngine,
     LaneEvent,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     Rows = list[dict[str, str]]
 
+_IDS: Final = {"cluster", "of", "peer"}  # columns
+_DIGITS: Final = 4
 NOTHING: Final = "no LLMDataDist of this user runs on this host"
 
 
@@ -44,7 +46,8 @@ def instance_rows(found: list[Instance]) -> Rows:
     rows = []
     for each in found:
         now = each["statistics"]
-        row = {"cluster": str(each["cluster_id"]), "role": each["role"], "pid": str(each["pid"])}
+        row = {"cluster": str(each["cluster_id"]), "role": each["role"]}
+        row |= {"release": now["release"], "pid": str(each["pid"])}
         row |= {"age": f"{each['age_seconds']:.1f} s", "grants": str(now["grants"]["active"])}
         row["quarantine"] = _size(now["quarantined_bytes"]) if now["quarantined_bytes"] else ""
         row["page"] = "truncated" * each["truncated"]
@@ -61,11 +64,12 @@ def link_rows(found: list[Instance], rates: Rates) -> Rows:
     rows = []
     for instance, each in _each(found, "links"):
         peer, moved = each["remote_cluster_id"], (each["read_bytes"], each["written_bytes"])
-        row = _of(instance) | {"peer": str(peer), "state": each["state"], "over": each["transport"]}
-        row |= {"read": _size(moved[0]), "written": _size(moved[1])}
+        row = {"of": str(instance["cluster_id"]), "peer": str(peer)}
         grown = rates.of((instance["pid"], instance["cluster_id"], peer), instance["published_at"], *moved)
-        row |= zip(("GB/s read", "GB/s written"), (f"{max(rate, 0.0) / 1e9:.3f}" for rate in grown), strict=False)
-        rows.append(row)
+        row |= zip(("GB/s read", "GB/s written"), map(_gigabytes, grown), strict=False)
+        row |= {"state": each["state"], "over": each["transport"], "release": each["peer_release"]}
+        row |= {"read": _size(moved[0]), "written": _size(moved[1]), "pid": str(instance["pid"])}
+        rows.append(row | {"role": each["peer_role"]})
     return rows
 
 
@@ -73,14 +77,21 @@ def operation_rows(found: list[Instance], rates: Rates) -> Rows:
     """Return a row for each operation and transport."""
     rows = []
     for instance, each in _each(found, "operations"):
-        failures = ", ".join(f"{kind}: {count}" for kind, count in each["failures"].items())
+        failed = sum(each["failures"].values())
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in each["failures"].items())
         for by in each["transports"]:
-            row = _of(instance) | {"operation": each["name"], "over": by["transport"], "calls": str(by["count"])}
-            row |= {"moved": _size(by["nbytes"]), "p50 µs": _bound(by, 0.5), "p99 µs": _bound(by, 0.99)}
+            row = {
+                "of": str(instance["cluster_id"]),
+                "operation": each["name"],
+                "failed": str(failed) if failed else "",
+            }
+            row |= {"p50 µs": _bound(by, 0.5), "p99 µs": _bound(by, 0.99)}
             key = instance["pid"], instance["cluster_id"], each["name"], by["transport"]
-            grown = rates.of(key, instance["published_at"], by["count"])
-            rows.append(row | {"calls/s": f"{grown[0]:.1f}" if grown else "", "failures": failures})
-            failures = ""  # counted for all transports together
+            grown = rates.of(key, instance["published_at"], by["count"], by["nbytes"])
+            row |= {"GB/s": _gigabytes(grown[1]), "calls/s": f"{grown[0]:.1f}"} if grown else {}
+            row |= {"over": by["transport"], "calls": str(by["count"]), "moved": _size(by["nbytes"])}
+            rows.append(row | {"pid": str(instance["pid"]), "failures": kinds})
+            failed, kinds = 0, ""  # counted for all transports together
     return rows
 
 
@@ -88,8 +99,16 @@ def _each(found: list[Instance], part: str) -> Iterator[tuple[Instance, dict[str
     return ((instance, each) for instance in found for each in instance["statistics"][part])
 
 
-def _of(instance: Instance) -> dict[str, str]:
-    return {"of": str(instance["cluster_id"]), "pid": str(instance["pid"])}
+def shortened(rows: Rows, found: list[Instance]) -> Rows:
+    """Return the rows with long cluster ids cut to their last digits: four, or as many as tell all ids apart."""
+    ids = {each["cluster_id"] for each in found} | {link["remote_cluster_id"] for _, link in _each(found, "links")}
+    digits = next(n for n in range(_DIGITS, 21) if len({each % 10**n for each in ids}) == len(ids))
+    short = {whole: f"..{whole[-digits:]}" for each in ids if len(whole := str(each)) > digits + 2}
+    return [row | {name: short.get(row[name], row[name]) for name in _IDS & row.keys()} for row in rows]
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{max(rate, 0.0) / 1e9:.3f}"
 
 
 def _size(nbytes: int) -> str:

@@ -8,7 +8,7 @@ from textual.app import App
 from textual.widgets import DataTable, Footer, Static
 
 from llm_datadist._tables import columns
-from llm_datadist.tools.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows
+from llm_datadist.tools.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows, shortened
 from llm_datadist.tools.cli.top_source import SourceError
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ class Top(App[None]):
     """Instances, and links and operations of all or one, read once a second."""
 
     BINDINGS: ClassVar = [
-        ("i", "next_instance", "next instance, or all"),
-        ("h", "hide_idle", "hide idle ones"),
-        ("e", "explain", "why this transport"),
         ("q", "quit", "quit"),
+        ("i", "next_instance", "next instance, or all"),
+        ("h", "hide_idle", "hide idle"),
+        ("e", "explain", "why this transport"),
     ]
 
     def __init__(self, read: Read, *, hide_idle: bool = False) -> None:
@@ -67,9 +67,9 @@ class Top(App[None]):
         shown = self._shown()
         marks = [">" if self._chosen == _identity(each) else "" for each in self.found]
         rows = [{"shown": mark} | row for mark, row in zip(marks, instance_rows(self.found), strict=True)]
-        self._fill("#instances", rows)
-        self._fill("#links", link_rows(shown, self._rates))
-        self._fill("#operations", operation_rows(shown, self._rates))
+        self._fill("#instances", shortened(rows, self.found))
+        self._fill("#links", shortened(link_rows(shown, self._rates), self.found))
+        self._fill("#operations", shortened(operation_rows(shown, self._rates), self.found))
 
     def _fill(self, name: str, rows: Rows) -> None:
         """Replace a table's rows, without empty columns."""
