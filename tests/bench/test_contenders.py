@@ -4,14 +4,13 @@ First the bytes: whatever is wrong with a destination is found. Then the raw lim
 number of threads.
 """
 
-import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
 from itertools import product
@@ -27,11 +26,11 @@ from llm_datadist.tools.bench.contenders.base import Role
 from llm_datadist.tools.bench.contenders.limits import (
     RawBlocks,
     TcpRaw,
+    TcpRawEncrypted,
     Wait,
     copy_raw,
     move_process,
     stream_raw,
-    stream_sealed,
     streaming_bits,
     useful_threads,
 )
@@ -61,7 +60,7 @@ OPS: Final = {
     "memcpy-nt": _BETWEEN | _INSIDE,
     "cma": _BETWEEN,
     "tcp-raw": _BETWEEN,
-    "tcp-raw-sealed": _BETWEEN,
+    "tcp-raw-encrypted": _BETWEEN,
     "nixl": _BETWEEN,
     "nixl-prepared": _BETWEEN,
     "nixl-tcp": _BETWEEN,
@@ -246,40 +245,85 @@ def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wai
             stream_raw(near, to, send=True)
 
 
-@pytest.mark.parametrize("wait", Wait)
-def test_encrypted_streams_move_every_byte_as_other_bytes_and_find_each_changed_or_repeated_one(wait: Wait) -> None:
-    """More records than one system call takes, the last of each tensor shorter."""
-    work = blocks_to_pull(700_001, 1)
-    src, dst = ends(work)
-    to, of = RawBlocks.of(dst, work.dst_blocks), RawBlocks.of(src, work.src_blocks)
-    key, records = bytes(range(32)), 2 * 11
-    near, far = socket.socketpair()
-    with near, far, ThreadPoolExecutor(1) as sender:
-        sent = sender.submit(stream_sealed, far, of, send=True, key=key, first=5)
-        assert stream_sealed(near, to, send=False, key=key, first=5, wait=wait) == 5 + records
-        assert sent.result(30) == 5 + records
-        verify(dst, work, 1)
-        wire = _sealed(RawBlocks(of.addresses[:1], 1000), key, 5)
-        assert len(wire) == 1000 + 16
-        assert bytes(src[0][work.src_blocks[0], :16]) not in wire
-        assert _sealed(RawBlocks(of.addresses[:1], 1000), key, 6)[:16] != wire[:16]
-        for at, first in ((0, 5), (999, 5), (1015, 5), (None, 6)):
-            changed = bytearray(wire)
-            if at is not None:
-                changed[at] ^= 1
-            far.sendall(changed)
-            with pytest.raises(OSError, match="not as the peer sent it") as raised:
-                stream_sealed(near, RawBlocks(to.addresses[:1], 1000), send=False, key=key, first=first, wait=wait)
-            assert raised.value.errno == errno.EBADMSG
-
-
-def _sealed(blocks: RawBlocks, key: bytes, first: int) -> bytes:
-    """Return what a small encrypted stream sends."""
+def bytes_sent(blocks: RawBlocks, **encrypted: Any) -> bytes:
+    """Return what a small stream sends."""
     near, far = socket.socketpair()
     with near:
         with far:
-            stream_sealed(far, blocks, send=True, key=key, first=first)
+            stream_raw(far, blocks, send=True, **encrypted)
         return b"".join(iter(lambda: near.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("wait", Wait)
+def test_an_encrypted_stream_moves_every_byte_and_no_other_under_new_nonces(wait: Wait) -> None:
+    """More records than one step has, the last of each tensor shorter."""
+    work = blocks_to_pull(700_001, 1)
+    src, dst = ends(work)
+    to, of = RawBlocks.of(dst, work.dst_blocks), RawBlocks.of(src, work.src_blocks)
+    key, next_record = bytes(range(32)), 5 + 2 * 11
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(stream_raw, far, of, send=True, key=key, first=5)
+        assert stream_raw(near, to, send=False, key=key, first=5, wait=wait) == next_record
+        assert sent.result(30) == next_record
+    verify(dst, work, 1)
+    block = RawBlocks(of.addresses[:1], 1000)
+    plain = bytes(src[0][work.src_blocks[0], :1000])
+    assert bytes_sent(block) == plain
+    first, second = (bytes_sent(block, key=key, first=number) for number in (5, 6))
+    assert len(first) == len(second) == 1000 + 16
+    assert sum(one == other for one, other in zip(first, plain, strict=False)) < 100
+    assert sum(one == other for one, other in zip(first, second, strict=True)) < 100
+
+
+def changed(wire: bytes, at: int) -> bytes:
+    return wire[:at] + bytes([wire[at] ^ 1]) + wire[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda wire: changed(wire, 0), RuntimeError),
+        (lambda wire: changed(wire, 1015), RuntimeError),
+        (lambda wire: changed(wire, 1016 + 999), RuntimeError),
+        (lambda wire: changed(wire, 3 * 1016 - 1), RuntimeError),
+        (lambda wire: wire[1016:2032] + wire[:1016] + wire[2032:], RuntimeError),
+        (lambda wire: wire[:1016] + wire[:1016] + wire[2032:], RuntimeError),
+        (lambda wire: wire[1:] + wire[:1], RuntimeError),
+        (lambda wire: wire[:-1], ConnectionResetError),
+        (bytes, None),
+    ],
+    ids=[
+        "first byte",
+        "first tag",
+        "last byte of the second",
+        "last tag",
+        "swapped",
+        "repeated",
+        "moved",
+        "cut",
+        "as sent",
+    ],
+)
+@pytest.mark.parametrize("other", [{}, {"key": bytes(32)}, {"first": 8}], ids=["", "other key", "other number"])
+def test_an_encrypted_stream_that_is_not_as_the_peer_sent_it_is_an_error(
+    change: Callable[[bytes], bytes], error: type[Exception] | None, other: dict[str, Any]
+) -> None:
+    """Three records of 1000 bytes, each with its tag."""
+    src, dst = np.arange(3000, dtype=np.uint8).reshape(3, 1000), np.zeros((3, 1000), np.uint8)
+    to, of = (RawBlocks.of([each], np.arange(3)) for each in (dst, src))
+    encrypted = {"key": bytes(range(32)), "first": 7}
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            far.sendall(change(bytes_sent(of, **encrypted)))
+        if error is None and not other:
+            assert stream_raw(near, to, send=False, **encrypted) == 10
+            assert np.array_equal(dst, src)
+        else:
+            text = None if error is ConnectionResetError else "not as the peer sent it"
+            with pytest.raises(error or RuntimeError, match=text):
+                stream_raw(near, to, send=False, **encrypted | other)
 
 
 # --- contenders -------------------------------------------------------------------------------------------------------
@@ -324,7 +368,7 @@ def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(
                 passes(contender, work(op, 4096 if op is Op.D2D else 333, memory))
         elif reason is None:
             passes(contender, work(op, 33_333 if op is Op.PULL else 5000))
-            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw", "tcp-raw-sealed"):
+            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw", "tcp-raw-encrypted"):
                 passes(contender, work(op, 1, BenchMemory.REGISTERED))
         else:
             assert absent or op in reason
@@ -372,6 +416,38 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
         with pytest.raises(Exception, match=text):
             contender.verify(3)
         last[row, -1] = kept
+
+
+@pytest.mark.parametrize(
+    ("op", "error", "text"),
+    [(Op.PULL, RuntimeError, "not as the peer sent it"), (Op.PUSH, ConnectionError, None)],
+    ids=[Op.PULL, Op.PUSH],
+)
+def test_encrypted_streams_have_keys_of_their_own_and_use_no_nonce_twice_and_another_key_is_an_error(
+    op: Op, error: type[Exception], text: str | None
+) -> None:
+    """Also where the source finds the wrong tag, and the destination waits for it."""
+    source, right, wrong = (
+        TcpRawEncrypted(role, work(op)) for role in (Role.SOURCE, Role.DESTINATION, Role.DESTINATION)
+    )
+    facts = source.start()
+    assert len({*facts["keys"]}) == 4
+    right.start()
+    right.connect(facts)
+    used = [list(source.records)]
+    for _ in range(2):
+        right.transfer()
+        used.append(list(right.records))
+    assert used[0][0] < used[1][0] < used[2][0]
+    right.stop()
+    source.stop()
+    assert source.records == right.records
+    facts = source.start()
+    wrong.start()
+    with pytest.raises(error, match=text):
+        wrong.connect(facts | {"keys": [bytes(32).hex()] * 4})
+    wrong.stop()
+    source.stop()
 
 
 def test_a_lost_source_is_told() -> None:

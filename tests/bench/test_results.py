@@ -45,8 +45,9 @@ def test_a_row_is_computed_from_the_steady_state_each_peer_has_one_and_none_has_
     # Half a second for each pass, in which the transfer of one MiB is repeated 16 times.
     assert CASE.repeats == 16
     assert row.cpu_seconds_per_gib == pytest.approx(512.0 / 16)
-    [sealed] = make_rows(CASE, "tcp", measured(1, 1), None, {}, sealed=True)
-    assert (row.sealed, row.over, sealed.sealed, sealed.over) == (False, "shm", True, "sealed tcp")
+    encrypted = replace(CASE, workload=msgspec.structs.replace(CASE.workload, secrets="secrets"))
+    [sealed] = make_rows(encrypted, "tcp", measured(1, 1), None, {})
+    assert (row.sealed, row.over, sealed.sealed, sealed.over) == (False, "shm", True, "encrypted tcp")
     two = make_rows(CASE, "shm", measured(1, 1), None, {"nixl": measured(1, 2), "torch": measured(1, 3)})
     assert [(row.peer, row.ratio_to_peer, row.limit) for row in two] == [("nixl", 2, None), ("torch", 3, None)]
     assert [row.peer for row in make_rows(CASE, "shm", measured(1, 1), None, {})] == [None]

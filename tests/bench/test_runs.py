@@ -105,9 +105,9 @@ _SIZES = [_SEALED | {"block_bytes": size, "blocks": 20} for size in (8192, 4096)
 @pytest.mark.parametrize(
     ("arguments", "wanted", "limit"),
     [
-        ("pull --block-bytes 8192,4096,8192 --blocks 20", _SIZES, "tcp-raw-sealed"),
-        ("push --block-bytes 8192,4096 --blocks 20", _SIZES, "tcp-raw-sealed"),
-        ("latency --blocks 5", [_SEALED] * 6, "tcp-raw-sealed"),
+        ("pull --block-bytes 8192,4096,8192 --blocks 20", _SIZES, "tcp-raw-encrypted"),
+        ("push --block-bytes 8192,4096 --blocks 20", _SIZES, "tcp-raw-encrypted"),
+        ("latency --blocks 5", [_SEALED] * 6, "tcp-raw-encrypted"),
         ("link", [_SEALED], None),
     ],
 )
@@ -215,14 +215,14 @@ HUGE = "--blocks 10000000 --block-bytes 1073741824 --against"
     [
         ("fly", ["'fly'", "pull", "latency"]),
         ("pull --transport rdma", ["--transport", "'rdma'", "shm", "inproc"]),
-        ("pull --secrets s", ["--secrets", "the bytes of tcp, not of shm", "--transport tcp"]),
+        ("pull --secrets s", ["--secrets", "only tcp encrypts its bytes, not shm", "--transport tcp"]),
         ("copy --secrets s", ["--secrets", "bench copy does not take it"]),
         ("standard --secrets s", ["--secrets", "bench standard does not take it"]),
         ("standard --block-bytes 1,2", ["--block-bytes", "bench standard does not take it"]),
-        ("pull --block-bytes 4096,x", ["--block-bytes", "'x' is not a number of bytes"]),
+        ("pull --block-bytes 4096,x", ["--block-bytes", "'4096,x' is not a list of numbers of bytes"]),
         ("pull --block-bytes 4096,0", ["--block-bytes", "0 is outside [1, 1073741824]"]),
-        (f"pull --block-bytes {'9' * 5000}", ["--block-bytes", "is not a number of bytes"]),
-        ("pull --block-bytes ,", ["--block-bytes", "no size is given"]),
+        (f"pull --block-bytes {'9' * 5000}", ["--block-bytes", "is not a list of numbers of bytes"]),
+        ("pull --block-bytes ,", ["--block-bytes", "',' is not a list of numbers of bytes"]),
         ("pull --blocks -1", ["--blocks", "-1 is outside [1, 10000000]"]),
         ("pull --threads 0 --json a.json --plot .", ["--threads", "0 is outside [1, 1024]"]),
         ("pull --against memcpy,ucx", ["--against", "'ucx' is unknown", "memcpy", "nixl", "mooncake", "torch"]),

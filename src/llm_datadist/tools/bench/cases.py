@@ -51,7 +51,7 @@ _USUAL_GPU: Final = {
     "local": ("cuda-copy", "cuda-loop", "cuda-batch", "torch-gpu"),
 }
 #: The same for encrypted tcp; peers send plain bytes.
-_USUAL_SEALED: Final = ("tcp-raw-sealed",)
+_USUAL_ENCRYPTED: Final = ("tcp-raw-encrypted",)
 #: Transports that move bytes as between two hosts, which share no memory; so does NIXL beside them.
 _BETWEEN_HOSTS: Final = ("tcp", "nixl")
 #: Bytes that a later pass moves by repetition, and the most repeats.
@@ -68,7 +68,7 @@ class Request:
         threads: Copying threads in each process; default: the usable CPUs.
         against: Names of limits and peers; default: the usual ones.
         passes: Passes after the first; default 5.
-        secrets: Absolute path of a file of secrets, by which tcp is encrypted.
+        secrets: File of secrets of both sides, with which tcp is encrypted.
         set_bytes: Bytes of one transfer without ``blocks``; also bounds single steps.
     """
 
@@ -143,8 +143,8 @@ class Case:
     def what(self) -> str:
         """The title without sizes."""
         on_gpu = " of a GPU" if self.workload.memory is BenchMemory.GPU else ""
-        sealed = "sealed " if self.workload.secrets else ""
-        return f"{self.workload.op} {self.call} over {sealed}{self.transport}{on_gpu}"
+        encrypted = "encrypted " if self.workload.secrets else ""
+        return f"{self.workload.op} {self.call} over {encrypted}{self.transport}{on_gpu}"
 
     def without(self, contender: str) -> Case:
         """Return the case without this limit or peer."""
@@ -168,7 +168,7 @@ def cases_of(request: Request) -> list[Case]:
     check_options(request, request.op, _TAKES[request.op])
     transport = request.transport or "shm"
     if request.secrets and transport != "tcp":
-        raise BenchError(f"--secrets: they encrypt the bytes of tcp, not of {transport}; add --transport tcp")
+        raise BenchError(f"--secrets: only tcp encrypts its bytes, not {transport}; add --transport tcp")
     match request.op:
         case Op.PULL | Op.PUSH:
             return [_case(request, f"ours-{transport}", f"{request.op}_blocks", transport)]
@@ -212,9 +212,8 @@ def _option(name: str) -> str:
 
 def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
-    usual = (_USUAL_GPU if request.memory is BenchMemory.GPU else _USUAL)[transport]
-    if request.secrets:
-        usual = _USUAL_SEALED
+    on_gpu = request.memory is BenchMemory.GPU
+    usual = _USUAL_ENCRYPTED if request.secrets else (_USUAL_GPU if on_gpu else _USUAL)[transport]
     names: tuple[str, ...] = ()
     if request.against is not None:
         names = request.against

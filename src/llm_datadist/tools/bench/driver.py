@@ -161,11 +161,10 @@ class _CaseRun:
                     self.tell.progress(self.case, contender, number, self.case.passes + 1)
                     with self._guarded(contender):
                         self._pass(contender, number)
-            facts = self.running[self.case.contender].facts
+            transport = str(self.running[self.case.contender].facts.get("transport", self.case.transport))
         limit = self.measured.get(self.case.limit or "")
         peers = {name: self.measured[name] for name in self.case.peers if name in self.measured}
-        transport, sealed = str(facts.get("transport", self.case.transport)), bool(facts.get("sealed"))
-        return make_rows(self.case, transport, self.measured[self.case.contender], limit, peers, sealed=sealed)
+        return make_rows(self.case, transport, self.measured[self.case.contender], limit, peers)
 
     @contextmanager
     def _guarded(self, contender: str) -> Iterator[None]:

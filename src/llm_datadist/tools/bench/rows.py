@@ -52,8 +52,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> str:
-        """The transport, in words that tell encrypted links from others."""
-        return f"sealed {self.transport}" if self.sealed else self.transport
+        """The transport, and whether it was encrypted, in words."""
+        return f"encrypted {self.transport}" if self.sealed else self.transport
 
     @property
     def limit_name(self) -> str | None:
@@ -100,13 +100,7 @@ class Measured:
 
 
 def make_rows(
-    case: Case,
-    transport: str,
-    ours: Measured,
-    limit: Measured | None,
-    peers: dict[str, Measured],
-    *,
-    sealed: bool = False,
+    case: Case, transport: str, ours: Measured, limit: Measured | None, peers: dict[str, Measured]
 ) -> list[Row]:
     """Return one row for each peer, or one without a peer."""
     work, nbytes, moved = case.workload, case.bytes_timed, case.bytes_per_pass
@@ -115,7 +109,7 @@ def make_rows(
         op=work.op,
         call=case.call,
         transport=transport,
-        sealed=sealed,
+        sealed=bool(work.secrets),
         memory=work.memory,
         busy=case.busy,
         block_bytes=work.block_bytes,

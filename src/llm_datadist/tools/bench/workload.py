@@ -60,7 +60,7 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
         block_bytes: Bytes of one block of one tensor.
         blocks: Blocks moved in each tensor; the same numbers in each.
         threads: Copying threads in each process.
-        secrets: Absolute path of the secrets of both sides; empty: the link is not encrypted.
+        secrets: File of secrets of both sides; empty: the link is not encrypted.
     """
 
     op: Op

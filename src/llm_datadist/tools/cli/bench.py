@@ -35,8 +35,6 @@ _HIGHEST: Final = {
     "set_mib": 1 << 20,
     "timeout": 3600,
 }
-#: More are no size, and far more no int.
-_DIGITS: Final = 20
 
 
 #: The argument of ``bench``: the standard suite, or an op.
@@ -93,50 +91,39 @@ def bench(
     work.
     """
     work = {"blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
-    for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
-        _check_bounds(name, value)
+    sizes = _sizes(block_bytes)
+    bounded = {**work, "set_mib": set_mib, "timeout": timeout}
+    for name, value in [*bounded.items(), *(("block_bytes", each) for each in sizes)]:
+        if value is not None and not 1 <= value <= _HIGHEST[name]:
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
     _check_file("--json", json_file)
     if plot_folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib: pip install 'open-datadist[plot]'")
+    names = None if against is None else tuple(name.strip() for name in against.split(",") if name.strip())
     request = Request(
         op=Op.PULL if what is What.STANDARD else Op(what),
         transport=transport,
         memory=memory,
-        against=None if against is None else _listed(against),
-        secrets=None if secrets is None else str(secrets.absolute()),
+        against=names,
+        secrets=None if secrets is None else str(secrets),
         set_bytes=set_mib << _MIB,
         **work,
     )
-    requests = [replace(request, block_bytes=each) for each in _sizes(block_bytes)]
+    requests = [replace(request, block_bytes=each) for each in sizes]
     raise typer.Exit(_run(requests, timeout, json_file, plot_folder, suite=what is What.STANDARD))
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _check_bounds(name: str, value: int | None) -> None:
-    if value is not None and not 1 <= value <= _HIGHEST[name]:
-        raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
 
 
 def _sizes(text: str | None) -> list[int | None]:
     """Return the sizes in their order, each once; without a text the default."""
     if text is None:
         return [None]
-    listed = dict.fromkeys(_listed(text))
-    for each in listed:
-        if not each.isdecimal() or len(each) > _DIGITS:
-            raise typer.BadParameter(f"--block-bytes: {each!r} is not a number of bytes")
-        _check_bounds("block_bytes", int(each))
-    if not listed:
-        raise typer.BadParameter("--block-bytes: no size is given")
-    return [int(each) for each in listed]
+    try:
+        return list(dict.fromkeys(int(each) for each in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"--block-bytes: {text!r} is not a list of numbers of bytes") from None
 
 
-def _run(
-    requests: list[Request], timeout: int, json_file: Path | None, plot_folder: Path | None, *, suite: bool
-) -> int:
+def _run(requests: list[Request], timeout: int, json_file: Path | None, plot: Path | None, *, suite: bool) -> int:
     try:
         wanted = standard(requests[0]) if suite else [case for each in requests for case in cases_of(each)]
     except BenchError as error:
@@ -158,8 +145,8 @@ def _run(
     if json_file is not None:
         lines = b",\n".join(msgspec.json.encode(row) for row in results.rows)
         json_file.write_bytes(b"[\n" + lines + b"\n]\n")
-    if plot_folder is not None:
-        draw(results.rows, plot_folder)
+    if plot is not None:
+        draw(results.rows, plot)
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return FAILED if results.failures else 0

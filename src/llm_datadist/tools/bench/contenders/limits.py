@@ -1,6 +1,6 @@
 """The raw limits of this machine as contenders: memcpy, process_vm_readv and TCP streams.
 
-They use plain loops (the module ``_native/_limits``) that share no code with the engine.
+They use plain loops (the module ``_native/_limits``) that share no code with the engine, except its cipher.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _THREAD_PAYS_ABOVE: Final = 1 << 20
 _STREAM_S: Final = 300
 _STREAM_BUFFER_BYTES: Final = 4 << 20
 _GO: Final = b"g"
+_KEY_BYTES: Final = 32
 
 streaming_bits = _limits.streaming_bits
 
@@ -90,24 +91,25 @@ class Wait(enum.IntEnum):
     SPINNING = 2
 
 
-def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
+def stream_raw(
+    connection: socket.socket,
+    blocks: RawBlocks,
+    *,
+    send: bool,
+    wait: Wait = Wait.BLOCKING,
+    key: bytes = b"",
+    first: int = 0,
+) -> int:
     """Send blocks over a blocking socket, or receive into them, at most 1 MiB a system call.
 
+    With a ``key`` of 32 bytes, which serves one direction only, they travel as records of AES-256-GCM of at most
+    64 KiB. ``first`` is the number of the first one, and so its nonce. Returns the number of the next.
+
     SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking. A connection that breaks
-    (ConnectionResetError if the peer ended it) or times out is an OSError.
+    (ConnectionResetError if the peer ended it) or times out is an OSError, a wrong tag a RuntimeError.
     """
-    _limits.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
-
-
-def stream_sealed(
-    connection: socket.socket, blocks: RawBlocks, *, send: bool, key: bytes, first: int, wait: Wait = Wait.BLOCKING
-) -> int:
-    """``stream_raw`` in records of AES-256-GCM of at most 64 KiB, whose tags the receiver checks; no lengths are sent.
-
-    ``first`` is the number, and so the nonce, of the first record under ``key`` of 32 bytes, which is used for one
-    direction only. Returns the number of the next record. A wrong tag is an OSError, too (EBADMSG).
-    """
-    return _limits.limit_sealed(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait, key, first)
+    addresses, block_bytes = blocks.addresses, blocks.block_bytes
+    return _limits.limit_stream(connection.fileno(), send, addresses, block_bytes, wait, key, first)
 
 
 def useful_threads(workload: BenchWorkload) -> int:
@@ -204,7 +206,6 @@ _TRIALS: Final = 3
 _NAME_BYTES: Final = 16  # of a congestion control
 _RENO: Final = b"reno"
 _STEP: Final = struct.Struct("<I")
-_KEY_BYTES: Final = 32
 
 
 class TcpRaw(Contender):
@@ -214,11 +215,14 @@ class TcpRaw(Contender):
     block size makes no difference. A request is the number of a step; requester and owner wait in blocking calls.
 
     Threads: ``bench-stream``, one for each stream except the destination's first.
+
+    ``records``: by stream, how many encrypted records have passed.
     """
 
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
     memories: ClassVar[tuple[BenchMemory, ...]] = tuple(BenchMemory)
     streams: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    encrypted: ClassVar[bool] = False
     _way: _Way  # from `connect` on
 
     @classmethod
@@ -239,6 +243,8 @@ class TcpRaw(Contender):
             for count in self.streams
         }
         self._streams: list[socket.socket] = []
+        self._keys = [secrets.token_bytes(_KEY_BYTES) if self.encrypted else b"" for _ in range(max(self.streams))]
+        self.records = [0] * len(self._keys)
         self._stopping = False
         self._ways = [_Way(*each) for each in product(self.streams, Wait, _UNSENT, (False, True))]
         with socket.socket() as fresh:
@@ -253,9 +259,10 @@ class TcpRaw(Contender):
         self._listener = socket.create_server((HOST, 0))
         self._threads = ThreadPoolExecutor(max(self.streams), "bench-stream")
         self._served = [self._threads.submit(self._serve) for _ in range(max(self.streams))]
-        return {"port": self._listener.getsockname()[1]}
+        return {"port": self._listener.getsockname()[1], "keys": [key.hex() for key in self._keys]}
 
     def connect(self, facts: Facts) -> Facts:
+        self._keys = [bytes.fromhex(key) for key in facts["keys"]]
         self._threads = ThreadPoolExecutor(max(self.streams) - 1, "bench-stream")
         for number in range(max(self.streams)):
             self._streams.append(stream := socket.socket())
@@ -301,7 +308,8 @@ class TcpRaw(Contender):
     def _carry(
         self, stream: socket.socket, number: int, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING
     ) -> None:
-        stream_raw(stream, blocks, send=send, wait=wait)
+        key, first = self._keys[number], self.records[number]
+        self.records[number] = stream_raw(stream, blocks, send=send, wait=wait, key=key, first=first)
 
     def verify(self, seed: int) -> bool:
         if self._answers:
@@ -333,47 +341,26 @@ class TcpRaw(Contender):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
 
     def _serve(self) -> None:
-        try:
+        with suppress(OSError):
             stream, _ = self._listener.accept()
             self._streams.append(stream)
-            self._prepare(stream)
-            [number] = stream.recv(1)
-            while self._answers and (asked := stream.recv(_STEP.size)):
-                self._carry(stream, number, self._steps[_STEP.unpack(asked)[0]], send=True)
-            # This sees the flag, or stop() the stream.
-            while not self._stopping and (asked := stream.recv(1)):
-                sends = self.workload.op is Op.PULL
-                self._stream(stream, number, self._ways[asked[0]], send=sends)
-                if not sends:
-                    stream.sendall(_GO)
-        except OSError:
-            return  # the destination sees it
+            with stream:  # closed, because the destination must see any end
+                self._prepare(stream)
+                [number] = stream.recv(1)
+                while self._answers and (asked := stream.recv(_STEP.size)):
+                    self._carry(stream, number, self._steps[_STEP.unpack(asked)[0]], send=True)
+                # This sees the flag, or stop() the stream.
+                while not self._stopping and (asked := stream.recv(1)):
+                    sends = self.workload.op is Op.PULL
+                    self._stream(stream, number, self._ways[asked[0]], send=sends)
+                    if not sends:
+                        stream.sendall(_GO)
 
 
-class TcpRawSealed(TcpRaw):
-    """TcpRaw, encrypted by the cipher of this library's lanes: a key for each stream. Requests are not encrypted."""
+class TcpRawEncrypted(TcpRaw):
+    """TcpRaw under the cipher of this library's lanes, with a key for each stream. Requests are plain."""
 
-    def start(self) -> Facts:
-        self._records = [0] * max(self.streams)
-        if self.role is Role.DESTINATION:
-            return super().start()
-        self._keys = [secrets.token_bytes(_KEY_BYTES) for _ in self._records]
-        return super().start() | {"keys": [key.hex() for key in self._keys]}
-
-    def connect(self, facts: Facts) -> Facts:
-        self._keys = [bytes.fromhex(key) for key in facts["keys"]]
-        return super().connect(facts)
-
-    def _carry(
-        self, stream: socket.socket, number: int, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING
-    ) -> None:
-        key, first = self._keys[number], self._records[number]
-        try:
-            self._records[number] = stream_sealed(stream, blocks, send=send, key=key, first=first, wait=wait)
-        except OSError:
-            with suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)  # a wrong tag breaks the stream, which the other side must see
-            raise
+    encrypted: ClassVar[bool] = True
 
 
 def _part(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:

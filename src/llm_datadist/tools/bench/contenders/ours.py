@@ -114,7 +114,7 @@ class Ours(Contender):
 
     def connect(self, facts: Facts) -> Facts:
         link(self._datadist, facts["port"])
-        return self._link_facts()
+        return {"transport": self._transport_used()}
 
     def transfer(self) -> None:
         self._move()
@@ -138,13 +138,13 @@ class Ours(Contender):
         if work.op is Op.LATENCY:
             self._pairs = [([src], [dst]) for src, dst in work.pairs]
 
-    def _link_facts(self) -> Facts:
+    def _transport_used(self) -> str:
         choice = self._datadist.explain(CLUSTER[Role.SOURCE])
         if choice.sealed != bool(self.workload.secrets):
             raise RuntimeError(f"secrets={self.workload.secrets!r}: the link says sealed={choice.sealed}")
         # Non-pool memory may use another transport than pools.
         private = choice.private_transport if self.workload.memory is BenchMemory.REGISTERED else None
-        return {"transport": private or choice.transport, "sealed": choice.sealed}
+        return private or choice.transport
 
 
 class Inproc(Ours):
@@ -235,7 +235,7 @@ class Linking(Ours):
     def connect(self, facts: Facts) -> Facts:
         self._port = facts["port"]
         with link(self._datadist, self._port):
-            return self._link_facts()
+            return {"transport": self._transport_used()}
 
     def transfer_one(self, index: int) -> None:
         link(self._datadist, self._port).close(_TIMEOUT_MS)
