@@ -6,6 +6,7 @@ import pytest
 
 from llm_datadist.errors import CacheMismatch, ChecksumMismatch, GrantEnded, ParamError, StateError
 from llm_datadist.store import StoreClient, StoreServer
+from llm_datadist.store.messages import FORMAT
 from tests.store import engines as e
 from tests.store.engines import NS, family_of, keys_of
 from tests.support.kinds import World
@@ -239,14 +240,14 @@ def test_a_client_of_another_format_misses_and_its_save_names_both() -> None:
         store = family.store()
         saver, reader = family.engine(store), family.engine(store)
         saver.do(e.save, keys_of(0), [0])
-        reader.do(speak, 4)
+        reader.do(speak, FORMAT + 1)
         try:
             assert reader.do(e.look_up, keys_of(0)) == 0
             wait_until(lambda: reader.do(save_error, keys_of(1), [1]) != "")
             text = reader.do(save_error, keys_of(1), [1])
-            assert ": format 4 of the store, this release has format 3" in text
+            assert f": format {FORMAT + 1} of the store, this release has format {FORMAT}" in text
         finally:
-            reader.do(speak, 3)
+            reader.do(speak, FORMAT)
         wait_until(lambda: reader.do(e.look_up, keys_of(0)) == 1)
         reader.do(e.loads_right, keys_of(0), [0])
 

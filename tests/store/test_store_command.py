@@ -46,14 +46,14 @@ def test_the_command_serves_engines_and_metrics_until_it_is_interrupted(end: sig
         engine = family.child("engine")
         engine.start("MIX", 7)
         engine.do(make, "kv", e.SPEC, 7)
-        engine.do(e.open_client, "client", int(first["address"].rpartition(":")[2]), NS, {"store_id": STORE_ID})
+        engine.do(e.open_client, "client", int(first["address"].rpartition(":")[2]), NS, {"store_id": STORE_ID, "label": "m\x1b7"})
         keys = keys_of(0, 1, 2)
         assert engine.do(e.save, keys, [3, 4, 5]) == 3
         assert engine.do(e.hits, keys) == 3
         with urllib.request.urlopen(f"http://127.0.0.1:{first['metrics']}/metrics", timeout=30) as answer:
             metrics = answer.read().decode()
         assert NS.hex() not in metrics, "who knows a namespace may use it"
-        labels = f'{{namespace="{shown(NS)}",rank="0/1",tenant=""}}'
+        labels = f'{{label="m?7",namespace="{shown(NS)}",rank="0/1",tenant=""}}'
         for name, value in {"stored_keys_total": 3, "found_keys_total": 3, "published_slots": 3, "slots": 61}.items():
             assert f"llm_datadist_store_{name}{labels} {value:.1f}\n" in metrics
         assert "llm_datadist_store_cleared_namespaces_total 0.0\n" in metrics

@@ -117,11 +117,11 @@ def test_a_body_of_another_format_is_named_and_a_broken_one_refused() -> None:
 def test_options_of_a_client_are_checked() -> None:
     given = StoreOptions()
     assert (given.lookup_ms, given.pause_seconds, given.verify) == (250, 1.0, True)
-    wrong: dict[str, Any] = {"store_id": -1, "lookup_ms": 0, "save_ms": 2**31, "pause_seconds": -1}
+    wrong: dict[str, Any] = {"store_id": -1, "lookup_ms": 0, "save_ms": 2**31, "pause_seconds": -1, "label": "m" * 129}
     for name, value in wrong.items():
         with pytest.raises(ParamError, match=name):
             StoreOptions(**{name: value})
     for name in (*wrong, "verify"):
-        bad: dict[str, Any] = {name: "1"}
+        bad: dict[str, Any] = {name: b"1"}
         with pytest.raises(TypeError, match=name):
             StoreOptions(**bad)

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 from msgspec.structs import replace
 
-from llm_datadist._checks import check_int32, check_list, check_rule, check_timeout, check_type, check_uint64
+from llm_datadist._checks import (
+    check_int32,
+    check_list,
+    check_rule,
+    check_text,
+    check_timeout,
+    check_type,
+    check_uint64,
+)
 from llm_datadist._deadline import Deadline
 from llm_datadist._log import logger, named
 from llm_datadist._memory.unmap import must_not_wait
@@ -82,6 +90,8 @@ class StoreOptions:
             left five in a row without an answer; at most a day. Lookups are misses then, saves store nothing.
         save_ms: Milliseconds of one question of a save, for at most 64 MiB or one block.
         verify: Compare digests after each load. Costs reading the bytes once more.
+        label: Names the namespace in the store's metrics, as by its model; at most 128 characters. Whoever saves first
+            gives it.
 
     Raises:
         TypeError, ParamError: A field of a wrong type, or outside its range.
@@ -92,6 +102,7 @@ class StoreOptions:
     pause_seconds: float = 1.0
     save_ms: int = 10_000
     verify: bool = True
+    label: str = ""
 
     def __post_init__(self) -> None:
         check_uint64("store_id", self.store_id)
@@ -100,6 +111,8 @@ class StoreOptions:
         pause = check_type("pause_seconds", self.pause_seconds, (int, float))
         check_rule(0 <= pause <= _DAY, f"pause_seconds: {pause} is outside [0, {_DAY}]")
         check_type("verify", self.verify, bool)
+        label = check_text("label", check_type("label", self.label, str))
+        check_rule(len(label) <= messages.MAX_LABEL, f"label: {len(label)} characters, at most {messages.MAX_LABEL}")
 
 
 @public_calls(whole=("__init__",))
@@ -373,7 +386,8 @@ class StoreClient(OfProcess, AbstractContextManager["StoreClient"]):
                 # After the grant, which ends with the link: no other process that took the store's place may use it.
                 self._require_own("save")
                 lent, rank = grant.to_bytes(), self._ranks.index(self._namespace)
-                body = messages.Save(self._ranks, rank, generation, shape, keys, blocks.tolist(), lent).encode()
+                asked = self._ranks, rank, generation, shape, keys, blocks.tolist(), lent, self._options.label
+                body = messages.Save(*asked).encode()
                 answer = self._ask(messages.SAVE, body, self._options.save_ms)
             finally:
                 grant.revoke()  # before this call ends: nobody reads the blocks any more

@@ -9,7 +9,7 @@ import msgspec
 from llm_datadist.errors import CacheMismatch, ParamError
 
 #: First byte of each body.
-FORMAT: Final = 3
+FORMAT: Final = 4
 #: Names of the questions.
 LOOKUP: Final = "llm_datadist.store lookup"
 SAVE: Final = "llm_datadist.store save"
@@ -22,6 +22,8 @@ MAX_LOOKUP_KEYS: Final = 4096
 MAX_RANKS: Final = 16
 MAX_SAVE_KEYS: Final = 1024
 MAX_KEY: Final = 64
+#: Characters of a namespace's label.
+MAX_LABEL: Final = 128
 _MAX_GRANT: Final = 9 * MAX_SAVE_KEYS + 128  # bytes of a grant of so many blocks
 _MAX_TENSORS: Final = 4096
 _MAX_DIMS: Final = 30
@@ -105,7 +107,7 @@ class HitCopy(Body, frozen=True):
 class Save(Body, frozen=True):
     """Question to pull blocks under a grant of the asker, one block a key, into the namespace ``ranks[rank]``.
 
-    ``generation`` is the one that the asker knew when it began: in another one nothing is stored.
+    ``generation`` is the one that the asker knew when it began: in another one nothing is stored. ``label``: for people.
     """
 
     ranks: Ranks
@@ -115,6 +117,7 @@ class Save(Body, frozen=True):
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
     blocks: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_SAVE_KEYS)]
     grant: Annotated[bytes, msgspec.Meta(max_length=_MAX_GRANT)]
+    label: Annotated[str, msgspec.Meta(max_length=MAX_LABEL)] = ""
 
 
 class Clear(Body, frozen=True):

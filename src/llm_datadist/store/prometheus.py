@@ -26,12 +26,12 @@ _COUNTERS: Final = {
     "refused": "_lookups",
     "failed": "_pulls",
 }
-_LABELS: Final = ("tenant", "namespace", "rank")
+_LABELS: Final = ("tenant", "namespace", "rank", "label")
 _PREFIX: Final = "llm_datadist_store_"
 
 
 class StoreCollector(Collector):
-    """Collector of a store's statistics, labelled with tenant, namespace and rank. Threads: any."""
+    """Collector of a store's statistics, labelled with tenant, namespace, rank and label. Threads: any."""
 
     def __init__(self, server: StoreServer) -> None:
         self._server = server
@@ -43,7 +43,7 @@ class StoreCollector(Collector):
             for field, rest in fields.items():
                 family = kind(_PREFIX + field + rest, f"{field} of NamespaceStatistics.", labels=_LABELS)
                 for space in now.namespaces:
-                    family.add_metric([space.tenant, space.namespace, space.rank], getattr(space, field))
+                    family.add_metric([getattr(space, label) for label in _LABELS], getattr(space, field))
                 yield family
         yield CounterMetricFamily(_PREFIX + "cleared_namespaces", "Namespaces displaced.", now.cleared)
         yield GaugeMetricFamily(_PREFIX + "waiting_saves", "Saves that wait for a thread.", now.waiting)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 import numpy as np
 
-from llm_datadist._checks import check_int, check_rule, check_type, require_intact
+from llm_datadist._checks import check_int, check_rule, check_type, clean, require_intact
 from llm_datadist._log import logger
 from llm_datadist._memory.unmap import must_not_wait
 from llm_datadist._native import count_keys
@@ -70,8 +70,9 @@ class _Space:
 
     generation: bytes  # random, another one whenever it is emptied
 
-    def __init__(self, name: Name, ranks: Ranks, shape: BlockShape, cache: Cache, count: int) -> None:
+    def __init__(self, name: Name, ranks: Ranks, shape: BlockShape, cache: Cache, count: int, label: str) -> None:
         self.name = name
+        self.label = label
         self.ranks = ranks  # its engine's
         self.shown = shown(name[1])
         self.shape = shape
@@ -388,7 +389,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         if (space := self._spaces.get(name)) is None:
             with self._making:
                 if (space := self._spaces.get(name)) is None:
-                    space = self._make(name, (name[0], tuple(asked.ranks)), asked.shape)
+                    space = self._make(name, (name[0], tuple(asked.ranks)), asked)
                     with self._lock:
                         space.generation = self._absent[name[0]]
                         self._used[space.ranks] = time.monotonic()
@@ -397,7 +398,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
             raise CacheMismatch(f"namespace {space} has {space.shape}; the saved cache has {asked.shape}")
         return space
 
-    def _make(self, name: Name, ranks: Ranks, shape: BlockShape) -> _Space:
+    def _make(self, name: Name, ranks: Ranks, asked: messages.Save) -> _Space:
+        shape = asked.shape
         try:
             kind = DataType(shape.data_type)
         except ValueError as error:
@@ -422,7 +424,7 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
                 if not (error.pool and self._spaces):  # without a pool: the process has no memory
                     raise
                 self._displace(ranks)
-        return _Space(name, ranks, shape, cache, count)
+        return _Space(name, ranks, shape, cache, count, clean(asked.label))
 
     def _full(self, ranks: Ranks) -> bool:
         """Return True if a tenant needs the place of another namespace of its own: a named one has half of them."""
@@ -566,6 +568,7 @@ def _figures(space: _Space) -> NamespaceStatistics:
         loads=space.loads,
         events=space.log.number,
         logged=space.log.keys,
+        label=space.label,
         rank=f"{space.ranks[1].index(space.name[1])}/{len(space.ranks[1])}",
         block_bytes=desc.num_tensors * desc.size // slots.count,
         **space.counts,

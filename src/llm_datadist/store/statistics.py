@@ -12,6 +12,7 @@ class NamespaceStatistics:
     Attributes:
         tenant: Tenant of its clients by the store's ``llm.PeerPolicy``, or empty.
         namespace: Its digest, as logs and metrics show it.
+        label: ``StoreOptions.label`` of its first save.
         rank: Its tensor-parallel rank in its engine, and their number: ``0/2``.
         slots, free, filling, published: Slots, and those in these states.
         loads: Hits that were not released.
@@ -43,6 +44,7 @@ class NamespaceStatistics:
     failed: int = 0
     cleared: int = 0
     rank: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from llm_datadist.integrations.vllm.offers import FIELD
 from llm_datadist.integrations.vllm.staging import SlotPool, staged_slots
 from llm_datadist.integrations.vllm.stats import LOST, Stats
 from llm_datadist.store import StoreClient, StoreOptions
+from llm_datadist.store.messages import MAX_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -70,7 +71,7 @@ def client_of(config: VllmConfig, datadist: LLMDataDist, spaces: list[bytes], pa
     option = config.kv_transfer_config.get_from_extra_config
     if part and not option("clear_shared", None):
         spaces = [hashlib.sha256(space + part).digest() for space in spaces]
-    options = StoreOptions(**option("store_options", {}))
+    options = StoreOptions(**{"label": config.model_config.model[-MAX_LABEL:]} | option("store_options", {}))
     return StoreClient(datadist, option("store", None), spaces[rank], options, ranks=spaces)
 
 

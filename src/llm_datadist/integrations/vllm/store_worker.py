@@ -26,7 +26,6 @@ from llm_datadist.errors import LLMException
 from llm_datadist.integrations.vllm.rank import Rank
 from llm_datadist.integrations.vllm.store_scheduler import StoreOrders, StoreTold, client_of
 from llm_datadist.store import Hit, namespace
-from llm_datadist.store.identity import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,9 +82,7 @@ class StoreWorker(Rank):
         self._told.namespaces[self._rank] = self._spaces[self._rank]
         self.client = client_of(self._config, self.datadist, self._spaces, b"", self._rank)
         self._at_end.callback(lambda: self.client.close())  # noqa: PLW0108 (the client of the end)
-        model, own, ranks = self._config.model_config.model, shown(self._spaces[self._rank]), self._layout.ranks
-        text = "LLMDataDistStoreConnector: %r, namespace %s: rank %d/%d of %s"  # which the store's metrics name
-        logger.info(text, self._cache, own, self._rank, ranks, model)
+        logger.info("LLMDataDistStoreConnector: %r, namespace %s", self._cache, self._spaces[self._rank].hex()[:8])
 
     # --- orders of the scheduler --------------------------------------------------------------------------------------
 
