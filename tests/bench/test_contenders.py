@@ -312,7 +312,7 @@ def test_an_encrypted_stream_that_is_not_as_the_peer_sent_it_is_an_error(
     """Three records of 1000 bytes, each with its tag."""
     src, dst = np.arange(3000, dtype=np.uint8).reshape(3, 1000), np.zeros((3, 1000), np.uint8)
     to, of = (RawBlocks.of([each], np.arange(3)) for each in (dst, src))
-    encrypted = {"key": bytes(range(32)), "first": 7}
+    encrypted: dict[str, Any] = {"key": bytes(range(32)), "first": 7}
     near, far = socket.socketpair()
     with near:
         with far:
