@@ -423,7 +423,7 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
     [(Op.PULL, RuntimeError, "not as the peer sent it"), (Op.PUSH, ConnectionError, None)],
     ids=[Op.PULL, Op.PUSH],
 )
-def test_encrypted_streams_have_keys_of_their_own_and_use_no_nonce_twice_and_another_key_is_an_error(
+def test_encrypted_streams_have_own_keys_and_new_nonces_and_another_key_is_an_error(
     op: Op, error: type[Exception], text: str | None
 ) -> None:
     """Also where the source finds the wrong tag, and the destination waits for it."""

@@ -21,6 +21,7 @@ _YAMA = "cd /proc/sys; mount -t tmpfs none kernel; mkdir kernel/yama; echo 1 > k
 _STRICT = "mount -t tmpfs none /mnt; echo 2 > /mnt/mode; mount --bind /mnt/mode /proc/sys/vm/overcommit_memory"
 _BUFFERS = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
 _VLLM = {"installed": "vllm 0.11.0", "preparation": "sys.path[:] = sys.path[1:2]"}  # and nothing else
+# Replaced, because a Python whose own ssl needs the same file does not start without it.
 _NO_OPENSSL = (
     "from llm_datadist._native import _limits; from llm_datadist.errors import ParamError\n"
     "def gone(): raise ParamError('libcrypto.so.3 cannot be used')\n"
