@@ -169,7 +169,7 @@ def test_ratios_of_the_readme_are_the_lowest_measured_with_their_range() -> None
     shown = list(_rows(_section(README, "How fast"), 3))[1:]
     assert len(shown) == 3
     for what, lowest, both in shown:
-        transport, size = what.split(", blocks of ")
+        transport, size = what.removeprefix("plain ").split(", blocks of ")
         peer = "NIXL over TCP" if transport == "tcp" else "NIXL"
         least, most = (f"{float(each):.1f}" for each in measured[f"{transport}: {peer}", size].split(" to "))
         assert (lowest, both) == (least, f"{least} to {most}")

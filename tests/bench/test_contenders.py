@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,7 @@ from llm_datadist.tools.bench.contenders.base import Role
 from llm_datadist.tools.bench.contenders.limits import (
     RawBlocks,
     TcpRaw,
+    TcpRawEncrypted,
     Wait,
     copy_raw,
     move_process,
@@ -58,6 +60,7 @@ OPS: Final = {
     "memcpy-nt": _BETWEEN | _INSIDE,
     "cma": _BETWEEN,
     "tcp-raw": _BETWEEN,
+    "tcp-raw-encrypted": _BETWEEN,
     "nixl": _BETWEEN,
     "nixl-prepared": _BETWEEN,
     "nixl-tcp": _BETWEEN,
@@ -242,6 +245,87 @@ def test_streams_every_byte_and_no_other_and_says_when_the_stream_ends_early(wai
             stream_raw(near, to, send=True)
 
 
+def bytes_sent(blocks: RawBlocks, **encrypted: Any) -> bytes:
+    """Return what a small stream sends."""
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            stream_raw(far, blocks, send=True, **encrypted)
+        return b"".join(iter(lambda: near.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("wait", Wait)
+def test_an_encrypted_stream_moves_every_byte_and_no_other_under_new_nonces(wait: Wait) -> None:
+    """More records than one step has, the last of each tensor shorter."""
+    work = blocks_to_pull(700_001, 1)
+    src, dst = ends(work)
+    to, of = RawBlocks.of(dst, work.dst_blocks), RawBlocks.of(src, work.src_blocks)
+    key, next_record = bytes(range(32)), 5 + 2 * 11
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(stream_raw, far, of, send=True, key=key, first=5)
+        assert stream_raw(near, to, send=False, key=key, first=5, wait=wait) == next_record
+        assert sent.result(30) == next_record
+    verify(dst, work, 1)
+    block = RawBlocks(of.addresses[:1], 1000)
+    plain = bytes(src[0][work.src_blocks[0], :1000])
+    assert bytes_sent(block) == plain
+    first, second = (bytes_sent(block, key=key, first=number) for number in (5, 6))
+    assert len(first) == len(second) == 1000 + 16
+    assert sum(one == other for one, other in zip(first, plain, strict=False)) < 100
+    assert sum(one == other for one, other in zip(first, second, strict=True)) < 100
+
+
+def changed(wire: bytes, at: int) -> bytes:
+    return wire[:at] + bytes([wire[at] ^ 1]) + wire[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda wire: changed(wire, 0), RuntimeError),
+        (lambda wire: changed(wire, 1015), RuntimeError),
+        (lambda wire: changed(wire, 1016 + 999), RuntimeError),
+        (lambda wire: changed(wire, 3 * 1016 - 1), RuntimeError),
+        (lambda wire: wire[1016:2032] + wire[:1016] + wire[2032:], RuntimeError),
+        (lambda wire: wire[:1016] + wire[:1016] + wire[2032:], RuntimeError),
+        (lambda wire: wire[1:] + wire[:1], RuntimeError),
+        (lambda wire: wire[:-1], ConnectionResetError),
+        (bytes, None),
+    ],
+    ids=[
+        "first byte",
+        "first tag",
+        "last byte of the second",
+        "last tag",
+        "swapped",
+        "repeated",
+        "moved",
+        "cut",
+        "as sent",
+    ],
+)
+@pytest.mark.parametrize("other", [{}, {"key": bytes(32)}, {"first": 8}], ids=["", "other key", "other number"])
+def test_an_encrypted_stream_that_is_not_as_the_peer_sent_it_is_an_error(
+    change: Callable[[bytes], bytes], error: type[Exception] | None, other: dict[str, Any]
+) -> None:
+    """Three records of 1000 bytes, each with its tag."""
+    src, dst = np.arange(3000, dtype=np.uint8).reshape(3, 1000), np.zeros((3, 1000), np.uint8)
+    to, of = (RawBlocks.of([each], np.arange(3)) for each in (dst, src))
+    encrypted: dict[str, Any] = {"key": bytes(range(32)), "first": 7}
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            far.sendall(change(bytes_sent(of, **encrypted)))
+        if error is None and not other:
+            assert stream_raw(near, to, send=False, **encrypted) == 10
+            assert np.array_equal(dst, src)
+        else:
+            text = None if error is ConnectionResetError else "not as the peer sent it"
+            with pytest.raises(error or RuntimeError, match=text):
+                stream_raw(near, to, send=False, **encrypted | other)
+
+
 # --- contenders -------------------------------------------------------------------------------------------------------
 def work(op: Op, block_bytes: int = 5000, memory: BenchMemory = BenchMemory.POOL) -> BenchWorkload:
     return BenchWorkload(op=op, block_bytes=block_bytes, blocks=70, tensors=3, memory=memory, threads=2)
@@ -276,7 +360,7 @@ def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(
     for op in Op:
         reason = why_not(contender, work(op, memory=memory))
         assert (reason is not None) == (absent or op not in OPS[contender]), reason
-        if op in OPS[contender] and contender != "tcp-raw":
+        if op in OPS[contender] and not contender.startswith("tcp-raw"):
             other = BenchMemory.POOL if contender in ON_GPU else BenchMemory.GPU
             assert f"not for {other}" in (why_not(contender, work(op, memory=other)) or "")
         if reason is None and contender in ON_GPU:
@@ -284,7 +368,7 @@ def test_moves_the_right_bytes_or_says_why_not_and_refuses_other_ops(
                 passes(contender, work(op, 4096 if op is Op.D2D else 333, memory))
         elif reason is None:
             passes(contender, work(op, 33_333 if op is Op.PULL else 5000))
-            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw"):
+            if op is Op.PULL and contender in ("memcpy", "cma", "tcp-raw", "tcp-raw-encrypted"):
                 passes(contender, work(op, 1, BenchMemory.REGISTERED))
         else:
             assert absent or op in reason
@@ -332,6 +416,38 @@ def test_a_stream_that_writes_beyond_its_rows_is_found() -> None:
         with pytest.raises(Exception, match=text):
             contender.verify(3)
         last[row, -1] = kept
+
+
+@pytest.mark.parametrize(
+    ("op", "error", "text"),
+    [(Op.PULL, RuntimeError, "not as the peer sent it"), (Op.PUSH, ConnectionError, None)],
+    ids=[Op.PULL, Op.PUSH],
+)
+def test_encrypted_streams_have_own_keys_and_new_nonces_and_another_key_is_an_error(
+    op: Op, error: type[Exception], text: str | None
+) -> None:
+    """Also where the source finds the wrong tag, and the destination waits for it."""
+    source, right, wrong = (
+        TcpRawEncrypted(role, work(op)) for role in (Role.SOURCE, Role.DESTINATION, Role.DESTINATION)
+    )
+    facts = source.start()
+    assert len({*facts["keys"]}) == 4
+    right.start()
+    right.connect(facts)
+    used = [list(source.records)]
+    for _ in range(2):
+        right.transfer()
+        used.append(list(right.records))
+    assert used[0][0] < used[1][0] < used[2][0]
+    right.stop()
+    source.stop()
+    assert source.records == right.records
+    facts = source.start()
+    wrong.start()
+    with pytest.raises(error, match=text):
+        wrong.connect(facts | {"keys": [bytes(32).hex()] * 4})
+    wrong.stop()
+    source.stop()
 
 
 def test_a_lost_source_is_told() -> None:

@@ -45,6 +45,9 @@ def test_a_row_is_computed_from_the_steady_state_each_peer_has_one_and_none_has_
     # Half a second for each pass, in which the transfer of one MiB is repeated 16 times.
     assert CASE.repeats == 16
     assert row.cpu_seconds_per_gib == pytest.approx(512.0 / 16)
+    encrypted = replace(CASE, workload=msgspec.structs.replace(CASE.workload, secrets="secrets"))
+    [sealed] = make_rows(encrypted, "tcp", measured(1, 1), None, {})
+    assert (row.sealed, row.over, sealed.sealed, sealed.over) == (False, "shm", True, "encrypted tcp")
     two = make_rows(CASE, "shm", measured(1, 1), None, {"nixl": measured(1, 2), "torch": measured(1, 3)})
     assert [(row.peer, row.ratio_to_peer, row.limit) for row in two] == [("nixl", 2, None), ("torch", 3, None)]
     assert [row.peer for row in make_rows(CASE, "shm", measured(1, 1), None, {})] == [None]
@@ -114,7 +117,7 @@ def shows(cells: dict[str, str], row: Row) -> None:
     expected = {name: value for name, of in figures.items() if (value := of(row)) is not None}
     assert {name: float(cells[name]) for name in cells if name in figures} == pytest.approx(expected, rel=0.05)
     assert cells["blocks"] == f"{row.blocks} x {size_text(row.block_bytes)} x {row.tensors}"
-    assert (cells["call"], cells["over"]) == (row.call, row.transport)
+    assert (cells["call"], cells["over"]) == (row.call, row.over)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

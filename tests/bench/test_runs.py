@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from llm_datadist._links.credentials import new_secret
 from llm_datadist.tools.bench import cuda
 from llm_datadist.tools.bench.rows import Row
 from llm_datadist.tools.cli.app import app
@@ -95,6 +96,27 @@ SINGLE = [
 )
 def test_a_run_gives_complete_rows(tmp_path: Path, arguments: str, wanted: list[dict[str, Any]]) -> None:
     _run(tmp_path, arguments, "" if arguments.startswith(("plan", "alloc", "link")) else ",", wanted)
+
+
+_SEALED = {"transport": "tcp", "sealed": True}
+_SIZES = [_SEALED | {"block_bytes": size, "blocks": 20} for size in (8192, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted", "limit"),
+    [
+        ("pull --block-bytes 8192,4096,8192 --blocks 20", _SIZES, "tcp-raw-encrypted"),
+        ("push --block-bytes 8192,4096 --blocks 20", _SIZES, "tcp-raw-encrypted"),
+        ("latency --blocks 5", [_SEALED] * 6, "tcp-raw-encrypted"),
+        ("link", [_SEALED], None),
+    ],
+)
+def test_with_secrets_links_are_encrypted_beside_an_encrypted_limit(
+    tmp_path: Path, arguments: str, wanted: list[dict[str, Any]], limit: str | None
+) -> None:
+    _run(tmp_path, f"{arguments} --transport tcp --secrets {new_secret(tmp_path / 'secrets', '1')}", "", wanted)
+    first, *_ = msgspec.json.decode((tmp_path / "rows.json").read_bytes(), type=list[Row])
+    assert (first.limit_name, first.peer) == (limit, None)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -193,6 +215,14 @@ HUGE = "--blocks 10000000 --block-bytes 1073741824 --against"
     [
         ("fly", ["'fly'", "pull", "latency"]),
         ("pull --transport rdma", ["--transport", "'rdma'", "shm", "inproc"]),
+        ("pull --secrets s", ["--secrets", "only tcp encrypts its bytes, not shm", "--transport tcp"]),
+        ("copy --secrets s", ["--secrets", "bench copy does not take it"]),
+        ("standard --secrets s", ["--secrets", "bench standard does not take it"]),
+        ("standard --block-bytes 1,2", ["--block-bytes", "bench standard does not take it"]),
+        ("pull --block-bytes 4096,x", ["--block-bytes", "'4096,x' is not a list of numbers of bytes"]),
+        ("pull --block-bytes 4096,0", ["--block-bytes", "0 is outside [1, 1073741824]"]),
+        (f"pull --block-bytes {'9' * 5000}", ["--block-bytes", "is not a list of numbers of bytes"]),
+        ("pull --block-bytes ,", ["--block-bytes", "',' is not a list of numbers of bytes"]),
         ("pull --blocks -1", ["--blocks", "-1 is outside [1, 10000000]"]),
         ("pull --threads 0 --json a.json --plot .", ["--threads", "0 is outside [1, 1024]"]),
         ("pull --against memcpy,ucx", ["--against", "'ucx' is unknown", "memcpy", "nixl", "mooncake", "torch"]),

@@ -1,6 +1,7 @@
 """Each finding about the host, made real: the check runs where what it looks for is so, and says how to mend it."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ _YAMA = "cd /proc/sys; mount -t tmpfs none kernel; mkdir kernel/yama; echo 1 > k
 _STRICT = "mount -t tmpfs none /mnt; echo 2 > /mnt/mode; mount --bind /mnt/mode /proc/sys/vm/overcommit_memory"
 _BUFFERS = 'echo "4096 65536 131072" > /proc/sys/net/ipv4/tcp_rmem'
 _VLLM = {"installed": "vllm 0.11.0", "preparation": "sys.path[:] = sys.path[1:2]"}  # and nothing else
+# Replaced, because a Python whose own ssl needs the same file does not start without it.
+_NO_OPENSSL = (
+    "from llm_datadist._native import _limits; from llm_datadist.errors import ParamError\n"
+    "def gone(): raise ParamError('libcrypto.so.3 cannot be used')\n"
+    "_limits.cipher_library = gone"
+)
 _TWO = "open-datadist 0.0.1, open-datadist 0.0.2"
 #: The check, what surrounds it, and its finding.
 FINDINGS: list[tuple[str, dict[str, str], Severity, str, str]] = [
@@ -40,6 +47,8 @@ FINDINGS: list[tuple[str, dict[str, str], Severity, str, str]] = [
     ("loopback", NO_NET, PROBLEM, "Network is unreachable", "ip link set lo up"),
     ("tcp_buffers", NO_NET | {"shell": _BUFFERS}, WARNING, "tcp_rmem up to 128 KiB", "sysctl -w net.ipv4.tcp_rmem="),
     ("library", {"installed": _TWO.replace("-", "_")}, WARNING, _TWO, "pip uninstall open-datadist"),
+    ("cipher", {}, Severity.OK, "AES-256-GCM, ", ""),
+    ("cipher", {"preparation": _NO_OPENSSL}, WARNING, "libcrypto.so.3 cannot be used", "apt install libssl3"),
     ("nixl", {"installed": "nixl_cu12 1.2.3"}, Severity.OK, "nixl-cu12 1.2.3", ""),
     ("vllm", _VLLM, WARNING, "vllm 0.11.0, without aiohttp", "pip install 'open-datadist[vllm]'"),
 ]
@@ -57,6 +66,14 @@ def test_a_finding_says_what_is_so_and_how_to_mend_it(
     for each in filter(None, settings.pop("installed", "").split(", ")):
         settings["path"] = distribution(tmp_path, *each.split())
     is_(found(name, **settings), state, value, mend)
+
+
+def test_the_cipher_has_a_speed_and_the_openssl_that_is_loaded() -> None:
+    shape = r"AES-256-GCM, [\d.e+]+ GB/s on one core, OpenSSL 3\.[^,]+, (/.*libcrypto\.so\.3)"
+    value = found("cipher").value
+    matched = re.fullmatch(shape, value)
+    assert matched is not None, value
+    assert Path(matched[1]).is_file()
 
 
 @pytest.fixture

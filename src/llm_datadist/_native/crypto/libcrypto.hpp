@@ -30,6 +30,7 @@ public:
         find(final, "EVP_CipherFinal_ex");
         find(control, "EVP_CIPHER_CTX_ctrl");
         find(clear_errors, "ERR_clear_error");
+        find(version_text_, "OpenSSL_version");
     }
 
     Libcrypto(const Libcrypto&) = delete;
@@ -50,6 +51,15 @@ public:
     int (*control)(void* context, int what, int bytes, void* value) = nullptr;
     void (*clear_errors)() = nullptr;
 
+    // As OpenSSL names itself: "OpenSSL 3.0.13 30 Jan 2024".
+    const char* version() const { return version_text_(0); }
+
+    // Path of the loaded file.
+    const char* path() const {
+        Dl_info info{};
+        return ::dladdr(reinterpret_cast<void*>(new_context), &info) != 0 && info.dli_fname ? info.dli_fname : name_;
+    }
+
 private:
     template <typename Function>
     void find(Function& function, const char* symbol) {
@@ -61,6 +71,7 @@ private:
         refuse("keys: encrypted lanes need OpenSSL 3, and ", name_, " cannot be used: ", why ? why : "unknown error");
     }
 
+    const char* (*version_text_)(int what) = nullptr;
     const char* name_;
     void* library_;
 };

@@ -1,7 +1,9 @@
-// Raw limits of this machine: a separate module that only the benchmark imports. _limits.pyi describes it.
+// Raw limits of this machine: a separate module that only the benchmark and the doctor import. _limits.pyi describes it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <system_error>
@@ -48,11 +50,27 @@ void py_limit_process(int pid, bool write, const LimitAddresses& near, const Lim
     without_gil([&] { limit_process(pid, write, here, there, threads); });
 }
 
-void py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t block_bytes, int wait) {
+std::uint64_t py_limit_stream(int fd, bool send, const LimitAddresses& addresses, std::int64_t block_bytes, int wait,
+                              const nb::bytes& key, std::uint64_t first) {
     const LimitBlocks blocks = limit_blocks(addresses, block_bytes);
     check_limit_blocks(blocks, block_bytes, std::numeric_limits<std::int64_t>::max());
     if (wait < 0 || wait > static_cast<int>(StreamWait::spin)) refuse("wait is ", wait, ": must be in [0, 2]");
-    without_gil([&] { limit_stream(fd, send, blocks, static_cast<StreamWait>(wait)); });
+    const std::size_t given = key.size();
+    if (given != 0 && given != key_bytes) refuse("key has ", given, " bytes: must have ", key_bytes, ", or none");
+    std::array<char, key_bytes> copy{};
+    std::copy_n(key.c_str(), given, copy.data());
+    without_gil([&] {
+        if (given == 0)
+            limit_stream(fd, send, blocks, static_cast<StreamWait>(wait));
+        else
+            first = limit_encrypted(fd, send, blocks, static_cast<StreamWait>(wait), copy, first);
+    });
+    return first;
+}
+
+nb::tuple cipher_library() {
+    const Libcrypto& crypto = Libcrypto::get();
+    return nb::make_tuple(crypto.version(), crypto.path());
 }
 
 }  // namespace
@@ -66,5 +84,8 @@ NB_MODULE(_limits, m) {
           "streaming"_a);
     m.def("limit_process", &py_limit_process, "pid"_a, "write"_a, "near"_a.noconvert(), "far"_a.noconvert(),
           "block_bytes"_a, "threads"_a);
-    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a, "wait"_a);
+    m.def("limit_stream", &py_limit_stream, "fd"_a, "send"_a, "addresses"_a.noconvert(), "block_bytes"_a, "wait"_a,
+          "key"_a, "first"_a);
+    m.def("limit_cipher", [](std::uint64_t records) { without_gil([&] { limit_cipher(records); }); }, "records"_a);
+    m.def("cipher_library", &cipher_library);
 }

@@ -24,14 +24,16 @@ _TENSORS: Final = {Op.PLAN: 122, Op.ALLOC: 122}
 _COPY_CACHE_TENSORS: Final = 64
 _PLANNED: Final = (100, 1000, 10_000, 100_000, 1_000_000)
 
-_WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "threads", "passes", "against"}
+_WORK: Final = {"transport", "block_bytes", "blocks", "tensors", "memory", "threads", "passes", "against", "secrets"}
+#: What leaves no process has no transport.
+_LOCAL: Final = _WORK - {"transport", "secrets"}
 #: Options about work by op; others are refused.
 _TAKES: Final = {
     **dict.fromkeys((Op.PULL, Op.PUSH, Op.LATENCY), _WORK),
-    **dict.fromkeys((Op.COPY, Op.SWAP), _WORK - {"transport"}),
-    **dict.fromkeys(BESIDE_GPU, _WORK - {"transport", "memory"}),
-    **dict.fromkeys((Op.PLAN, Op.ALLOC), _WORK - {"transport", "memory", "threads"}),
-    Op.LINK: {"transport", "passes", "against"},
+    **dict.fromkeys((Op.COPY, Op.SWAP), _LOCAL),
+    **dict.fromkeys(BESIDE_GPU, _LOCAL - {"memory"}),
+    **dict.fromkeys((Op.PLAN, Op.ALLOC), _LOCAL - {"memory", "threads"}),
+    Op.LINK: {"transport", "passes", "against", "secrets"},
 }
 #: By transport the suitable limit, then the usual peers.
 _USUAL: Final = {
@@ -48,6 +50,8 @@ _USUAL_GPU: Final = {
     "tcp": ("tcp-raw", "cuda-copy", "nixl-gpu"),
     "local": ("cuda-copy", "cuda-loop", "cuda-batch", "torch-gpu"),
 }
+#: The same for encrypted tcp; peers send plain bytes.
+_USUAL_ENCRYPTED: Final = ("tcp-raw-encrypted",)
 #: Transports that move bytes as between two hosts, which share no memory; so does NIXL beside them.
 _BETWEEN_HOSTS: Final = ("tcp", "nixl")
 #: Bytes that a later pass moves by repetition, and the most repeats.
@@ -64,6 +68,7 @@ class Request:
         threads: Copying threads in each process; default: the usable CPUs.
         against: Names of limits and peers; default: the usual ones.
         passes: Passes after the first; default 5.
+        secrets: File of secrets of both sides, with which tcp is encrypted.
         set_bytes: Bytes of one transfer without ``blocks``; also bounds single steps.
     """
 
@@ -76,6 +81,7 @@ class Request:
     threads: int | None = None
     against: tuple[str, ...] | None = None
     passes: int | None = None
+    secrets: str | None = None
     set_bytes: int = 512 << 20
 
 
@@ -137,7 +143,8 @@ class Case:
     def what(self) -> str:
         """The title without sizes."""
         on_gpu = " of a GPU" if self.workload.memory is BenchMemory.GPU else ""
-        return f"{self.workload.op} {self.call} over {self.transport}{on_gpu}"
+        encrypted = "encrypted " if self.workload.secrets else ""
+        return f"{self.workload.op} {self.call} over {encrypted}{self.transport}{on_gpu}"
 
     def without(self, contender: str) -> Case:
         """Return the case without this limit or peer."""
@@ -160,6 +167,8 @@ def cases_of(request: Request) -> list[Case]:
     """Return the cases of one op; raise BenchError, which names the option, if the op does not take one."""
     check_options(request, request.op, _TAKES[request.op])
     transport = request.transport or "shm"
+    if request.secrets and transport != "tcp":
+        raise BenchError(f"--secrets: only tcp encrypts its bytes, not {transport}; add --transport tcp")
     match request.op:
         case Op.PULL | Op.PUSH:
             return [_case(request, f"ours-{transport}", f"{request.op}_blocks", transport)]
@@ -203,11 +212,12 @@ def _option(name: str) -> str:
 
 def _contenders(request: Request, transport: str) -> tuple[str | None, tuple[str, ...]]:
     """Return the limit that suits the transport, and the peers with all other limits."""
-    usual = (_USUAL_GPU if request.memory is BenchMemory.GPU else _USUAL)[transport]
+    on_gpu = request.memory is BenchMemory.GPU
+    usual = _USUAL_ENCRYPTED if request.secrets else (_USUAL_GPU if on_gpu else _USUAL)[transport]
     names: tuple[str, ...] = ()
     if request.against is not None:
         names = request.against
-    elif request.op in MOVES:
+    elif request.op in MOVES or (request.secrets and request.op is Op.LATENCY):
         names = usual
     elif request.op is Op.LATENCY:
         names = ("tcp-raw", "nixl") if transport in _BETWEEN_HOSTS else ("nixl", "nixl-prepared")
@@ -241,6 +251,7 @@ def _case(
         tensors=tensors,
         memory=request.memory or (BenchMemory.REGISTERED if private else BenchMemory.POOL),
         threads=request.threads or usable_cpus(),
+        secrets=request.secrets or "",
     )
     return Case(
         contender=contender,

@@ -61,7 +61,7 @@ def _rates(rows: Sequence[Row]) -> dict[str, Points]:
     for row in rows:
         if row.op not in MOVES or row.gb_per_s is None:
             continue
-        where = "" if row.transport == "local" else f" over {row.transport}"
+        where = "" if row.transport == "local" else f" over {row.over}"
         what = f"{row.op} of a GPU" if row.memory == BenchMemory.GPU else row.call
         contenders = found.setdefault(f"{what}{where}", {})
         for name, rate in ((_OURS, row.gb_per_s), (row.limit_name, row.limit_gb_per_s), (row.peer, row.peer_gb_per_s)):
@@ -82,10 +82,10 @@ def _times(rows: Sequence[Row]) -> dict[str, tuple[str, dict[str, float]]]:
         if row.op in MOVES:
             continue
         bars = asked["calls" if row.op != Op.LATENCY else "busy" if row.busy else "latency"][1]
-        where = row.transport if row.op in (Op.LATENCY, Op.LINK) else f"{row.blocks} blocks"
+        where = row.over if row.op in (Op.LATENCY, Op.LINK) else f"{row.blocks} blocks"
         bars.setdefault(f"{row.call}, {where}{f', {row.busy} busy' if row.busy else ''}", row.seconds_median * 1e6)
         if row.peer is not None and row.peer_seconds_median is not None:
-            bars.setdefault(f"{row.peer}, beside {row.transport}", row.peer_seconds_median * 1e6)
+            bars.setdefault(f"{row.peer}, beside {row.over}", row.peer_seconds_median * 1e6)
     return {name: (question, bars) for name, (question, bars) in asked.items() if bars}
 
 

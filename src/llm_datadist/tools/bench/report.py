@@ -71,7 +71,7 @@ def show_floors(floors: Sequence[Floor], stream: TextIO) -> None:
 def _rate_cells(row: Row) -> dict[str, str]:
     return {
         "call": row.call,
-        "over": row.transport,
+        "over": row.over,
         "memory": row.memory,
         "blocks": _work(row),
         "first GB/s": _number(row.bytes / row.first_seconds / 1e9),
@@ -90,7 +90,7 @@ def _rate_cells(row: Row) -> dict[str, str]:
 def _time_cells(row: Row) -> dict[str, str]:
     return {
         "call": row.call,
-        "over": row.transport,
+        "over": row.over,
         "blocks": _work(row),
         "busy": row.busy or "",
         "first us": _us(row.first_seconds),
@@ -151,10 +151,10 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[Row]]]:
     moves = [row for row in rows if row.op in MOVES and row.memory != BenchMemory.GPU and not counts_calls(row)]
     memory: dict[tuple[str, str], str] = {}
     for row in moves:
-        memory.setdefault((row.call, row.transport), row.memory)
+        memory.setdefault((row.call, row.over), row.memory)
     for (call, transport), kind in memory.items():
         wanted = call, transport, kind
-        yield call, transport, [row for row in moves if (row.call, row.transport, row.memory) == wanted]
+        yield call, transport, [row for row in moves if (row.call, row.over, row.memory) == wanted]
 
 
 def _rates(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
@@ -181,10 +181,10 @@ def _times(rows: Sequence[Row]) -> Iterator[dict[str, str]]:
     """Yield microseconds of one call on one block, beside the limit and the first peer."""
     seen = set()
     for row in rows:
-        if row.op == Op.LATENCY and row.busy is None and (row.call, row.transport) not in seen:
-            seen.add((row.call, row.transport))
+        if row.op == Op.LATENCY and row.busy is None and (row.call, row.over) not in seen:
+            seen.add((row.call, row.over))
             yield {
-                "us": f"{row.call} over {row.transport}",
+                "us": f"{row.call} over {row.over}",
                 "p50": _us(row.seconds_median, _short),
                 "p99": _us(row.seconds_p99, _short),
                 "limit p50": _us(row.limit_seconds_median, _short),

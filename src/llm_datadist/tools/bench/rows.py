@@ -48,6 +48,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     limit_cpu_seconds_per_gib: float | None = None
     peer_cpu_seconds_per_gib: float | None = None
     verified: bool = True
+    sealed: bool = False
+
+    @property
+    def over(self) -> str:
+        """The transport, and whether it was encrypted, in words."""
+        return f"encrypted {self.transport}" if self.sealed else self.transport
 
     @property
     def limit_name(self) -> str | None:
@@ -103,6 +109,7 @@ def make_rows(
         op=work.op,
         call=case.call,
         transport=transport,
+        sealed=bool(work.secrets),
         memory=work.memory,
         busy=case.busy,
         block_bytes=work.block_bytes,

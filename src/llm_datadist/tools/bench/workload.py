@@ -60,6 +60,7 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
         block_bytes: Bytes of one block of one tensor.
         blocks: Blocks moved in each tensor; the same numbers in each.
         threads: Copying threads in each process.
+        secrets: File of secrets of both sides; empty: the link is not encrypted.
     """
 
     op: Op
@@ -68,6 +69,7 @@ class BenchWorkload(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int = 1
     memory: BenchMemory = BenchMemory.POOL
     threads: int = 1
+    secrets: str = ""
     seed: int = 1
 
     @property

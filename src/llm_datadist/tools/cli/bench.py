@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import Annotated, Final
@@ -21,7 +22,7 @@ from llm_datadist.tools.bench.report import BenchReporter, show_floors, show_row
 from llm_datadist.tools.bench.suite import floors, standard
 from llm_datadist.tools.bench.workload import BenchMemory, Op
 from llm_datadist.tools.cli import FAILED, USAGE_ERROR
-from llm_datadist.tools.cli.usage import about
+from llm_datadist.tools.cli.usage import Secrets, about
 
 _MIB: Final = 20
 #: Upper bounds, checked here: not every version of typer names value and range.
@@ -47,7 +48,9 @@ def bench(
     transport: Annotated[
         BenchTransport | None, typer.Option(help="Transport of pull, push, latency and link (shm).", show_default=False)
     ] = None,
-    block_bytes: Annotated[int | None, typer.Option(help="Bytes of one block of one tensor (65536).")] = None,
+    block_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of one block of one tensor, several separated by commas (65536).")
+    ] = None,
     blocks: Annotated[
         int | None, typer.Option(help="Blocks moved in each tensor (pull, push, copy, swap: what the set holds).")
     ] = None,
@@ -65,6 +68,7 @@ def bench(
         str | None, typer.Option(help="Limits and peers, separated by commas; empty text: none (the op's usual ones).")
     ] = None,
     passes: Annotated[int | None, typer.Option(help="Passes after the first (5).")] = None,
+    secrets: Secrets = None,
     set_mib: Annotated[int, typer.Option(help="MiB that one transfer moves, unless --blocks is given.")] = 512,
     timeout: Annotated[int, typer.Option(help="Seconds for one step of a contender.")] = 120,
     json_file: Annotated[
@@ -86,8 +90,10 @@ def bench(
     Without an argument run the standard suite, which takes --threads, --against and --set-mib of the options about
     work.
     """
-    work = {"block_bytes": block_bytes, "blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
-    for name, value in {**work, "set_mib": set_mib, "timeout": timeout}.items():
+    work = {"blocks": blocks, "tensors": tensors, "threads": threads, "passes": passes}
+    sizes = _sizes(block_bytes)
+    bounded = {**work, "set_mib": set_mib, "timeout": timeout}
+    for name, value in [*bounded.items(), *(("block_bytes", each) for each in sizes)]:
         if value is not None and not 1 <= value <= _HIGHEST[name]:
             raise typer.BadParameter(f"--{name.replace('_', '-')}: {value} is outside [1, {_HIGHEST[name]}]")
     _check_file("--json", json_file)
@@ -99,15 +105,27 @@ def bench(
         transport=transport,
         memory=memory,
         against=names,
+        secrets=None if secrets is None else str(secrets),
         set_bytes=set_mib << _MIB,
         **work,
     )
-    raise typer.Exit(_run(request, timeout, json_file, plot_folder, suite=what is What.STANDARD))
+    requests = [replace(request, block_bytes=each) for each in sizes]
+    raise typer.Exit(_run(requests, timeout, json_file, plot_folder, suite=what is What.STANDARD))
 
 
-def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Path | None, *, suite: bool) -> int:
+def _sizes(text: str | None) -> list[int | None]:
+    """Return the sizes in their order, each once; without a text the default."""
+    if text is None:
+        return [None]
     try:
-        wanted = standard(request) if suite else cases_of(request)
+        return list(dict.fromkeys(int(each) for each in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"--block-bytes: {text!r} is not a list of numbers of bytes") from None
+
+
+def _run(requests: list[Request], timeout: int, json_file: Path | None, plot: Path | None, *, suite: bool) -> int:
+    try:
+        wanted = standard(requests[0]) if suite else [case for each in requests for case in cases_of(each)]
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     with BenchReporter(sys.stderr) as reporter:
@@ -127,8 +145,8 @@ def _run(request: Request, timeout: int, json_file: Path | None, plot_folder: Pa
     if json_file is not None:
         lines = b",\n".join(msgspec.json.encode(row) for row in results.rows)
         json_file.write_bytes(b"[\n" + lines + b"\n]\n")
-    if plot_folder is not None:
-        draw(results.rows, plot_folder)
+    if plot is not None:
+        draw(results.rows, plot)
     for failure in results.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return FAILED if results.failures else 0

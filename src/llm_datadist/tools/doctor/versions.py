@@ -1,16 +1,20 @@
-"""Installed software, by its metadata, without imports."""
+"""Installed software, by its metadata, without imports; OpenSSL, by calls."""
 
 from __future__ import annotations
 
 import platform
+import timeit
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
 from llm_datadist._links.versions import VERSIONS
+from llm_datadist._native import _limits
+from llm_datadist.errors import LLMException
 from llm_datadist.tools.doctor.finding import Finding, Severity, judge
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
+_RECORDS: Final = 128
 
 
 def installed(package: str) -> list[str]:
@@ -34,6 +38,19 @@ def library() -> Finding:
     meaning = "several versions are on the path, and the first one is imported"
     mend = "pip uninstall open-datadist; pip install open-datadist"
     return Finding("library", Severity.WARNING, value, meaning, mend)
+
+
+def cipher() -> Finding:
+    """Show the cipher of lanes, its speed on one core, and the OpenSSL that provides it."""
+    meaning = "tcp with credentials encrypts with it, at most at this rate for each core of either side"
+    try:
+        version, path = _limits.cipher_library()
+        seconds = min(timeit.repeat(lambda: _limits.limit_cipher(_RECORDS), number=1))
+    except LLMException as error:
+        mend = "install OpenSSL 3: apt install libssl3, or dnf install openssl-libs"
+        return Finding("cipher", Severity.WARNING, str(error), meaning, mend)
+    rate = _RECORDS * (64 << 10) / seconds / 1e9
+    return Finding("cipher", Severity.OK, f"AES-256-GCM, {rate:.2g} GB/s on one core, {version}, {path}", meaning)
 
 
 def nixl() -> Finding:
@@ -62,4 +79,4 @@ def vllm() -> Finding:
     return judge("vllm", good, value, meaning, "pip install 'open-datadist[vllm]'")
 
 
-CHECKS: Final = (library, nixl, cuda, vllm)
+CHECKS: Final = (library, cipher, nixl, cuda, vllm)

@@ -30,6 +30,7 @@ LIMITS: Final = {
     "memcpy-nt": f"{__name__}.limits:MemcpyStreaming",
     "cma": f"{__name__}.limits:Cma",
     "tcp-raw": f"{__name__}.limits:TcpRaw",
+    "tcp-raw-encrypted": f"{__name__}.limits:TcpRawEncrypted",
     "cuda-copy": "benchmarks.peers.cuda:CudaCopy",
 }
 """Limits of the machine, without this library's engine. ``memcpy-nt``: streaming stores."""

@@ -1,6 +1,6 @@
 """The raw limits of this machine as contenders: memcpy, process_vm_readv and TCP streams.
 
-They use plain loops (the module ``_native/_limits``) that share no code with the engine.
+They use plain loops (the module ``_native/_limits``) that share no code with the engine, except its cipher.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import secrets
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -36,6 +37,7 @@ _THREAD_PAYS_ABOVE: Final = 1 << 20
 _STREAM_S: Final = 300
 _STREAM_BUFFER_BYTES: Final = 4 << 20
 _GO: Final = b"g"
+_KEY_BYTES: Final = 32
 
 streaming_bits = _limits.streaming_bits
 
@@ -89,13 +91,25 @@ class Wait(enum.IntEnum):
     SPINNING = 2
 
 
-def stream_raw(connection: socket.socket, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING) -> None:
+def stream_raw(
+    connection: socket.socket,
+    blocks: RawBlocks,
+    *,
+    send: bool,
+    wait: Wait = Wait.BLOCKING,
+    key: bytes = b"",
+    first: int = 0,
+) -> int:
     """Send blocks over a blocking socket, or receive into them, at most 1 MiB a system call.
 
+    With a ``key`` of 32 bytes, which serves one direction only, they travel as records of AES-256-GCM of at most
+    64 KiB. ``first`` is the number of the first one, and so its nonce. Returns the number of the next.
+
     SO_SNDTIMEO and SO_RCVTIMEO bound it; a Python timeout would make the socket non-blocking. A connection that breaks
-    (ConnectionResetError if the peer ended it) or times out is an OSError.
+    (ConnectionResetError if the peer ended it) or times out is an OSError, a wrong tag a RuntimeError.
     """
-    _limits.limit_stream(connection.fileno(), send, blocks.addresses, blocks.block_bytes, wait)
+    addresses, block_bytes = blocks.addresses, blocks.block_bytes
+    return _limits.limit_stream(connection.fileno(), send, addresses, block_bytes, wait, key, first)
 
 
 def useful_threads(workload: BenchWorkload) -> int:
@@ -201,11 +215,14 @@ class TcpRaw(Contender):
     block size makes no difference. A request is the number of a step; requester and owner wait in blocking calls.
 
     Threads: ``bench-stream``, one for each stream except the destination's first.
+
+    ``records``: by stream, how many encrypted records have passed.
     """
 
     ops: ClassVar[tuple[Op, ...]] = _BETWEEN
     memories: ClassVar[tuple[BenchMemory, ...]] = tuple(BenchMemory)
     streams: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    encrypted: ClassVar[bool] = False
     _way: _Way  # from `connect` on
 
     @classmethod
@@ -226,6 +243,8 @@ class TcpRaw(Contender):
             for count in self.streams
         }
         self._streams: list[socket.socket] = []
+        self._keys = [secrets.token_bytes(_KEY_BYTES) if self.encrypted else b"" for _ in range(max(self.streams))]
+        self.records = [0] * len(self._keys)
         self._stopping = False
         self._ways = [_Way(*each) for each in product(self.streams, Wait, _UNSENT, (False, True))]
         with socket.socket() as fresh:
@@ -240,9 +259,10 @@ class TcpRaw(Contender):
         self._listener = socket.create_server((HOST, 0))
         self._threads = ThreadPoolExecutor(max(self.streams), "bench-stream")
         self._served = [self._threads.submit(self._serve) for _ in range(max(self.streams))]
-        return {"port": self._listener.getsockname()[1]}
+        return {"port": self._listener.getsockname()[1], "keys": [key.hex() for key in self._keys]}
 
     def connect(self, facts: Facts) -> Facts:
+        self._keys = [bytes.fromhex(key) for key in facts["keys"]]
         self._threads = ThreadPoolExecutor(max(self.streams) - 1, "bench-stream")
         for number in range(max(self.streams)):
             self._streams.append(stream := socket.socket())
@@ -265,7 +285,7 @@ class TcpRaw(Contender):
     def transfer_one(self, index: int) -> None:
         stream = self._streams[0]
         stream.sendall(_STEP.pack(index))
-        stream_raw(stream, self._steps[index], send=False)
+        self._carry(stream, 0, self._steps[index], send=False)
 
     def transfer(self) -> None:
         others = [self._threads.submit(self._move, number) for number in range(1, self._way.streams)]
@@ -283,7 +303,13 @@ class TcpRaw(Contender):
     def _stream(self, stream: socket.socket, number: int, way: _Way, *, send: bool) -> None:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, way.unsent or _NO_BOUND)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO if way.reno else self._systems)
-        stream_raw(stream, self._parts[way.streams][number], send=send, wait=way.wait)
+        self._carry(stream, number, self._parts[way.streams][number], send=send, wait=way.wait)
+
+    def _carry(
+        self, stream: socket.socket, number: int, blocks: RawBlocks, *, send: bool, wait: Wait = Wait.BLOCKING
+    ) -> None:
+        key, first = self._keys[number], self.records[number]
+        self.records[number] = stream_raw(stream, blocks, send=send, wait=wait, key=key, first=first)
 
     def verify(self, seed: int) -> bool:
         if self._answers:
@@ -315,21 +341,26 @@ class TcpRaw(Contender):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _RENO)
 
     def _serve(self) -> None:
-        try:
+        with suppress(OSError):
             stream, _ = self._listener.accept()
             self._streams.append(stream)
-            self._prepare(stream)
-            [number] = stream.recv(1)
-            while self._answers and (asked := stream.recv(_STEP.size)):
-                stream_raw(stream, self._steps[_STEP.unpack(asked)[0]], send=True)
-            # This sees the flag, or stop() the stream.
-            while not self._stopping and (asked := stream.recv(1)):
-                sends = self.workload.op is Op.PULL
-                self._stream(stream, number, self._ways[asked[0]], send=sends)
-                if not sends:
-                    stream.sendall(_GO)
-        except OSError:
-            return  # the destination sees it
+            with stream:  # closed, because the destination must see any end
+                self._prepare(stream)
+                [number] = stream.recv(1)
+                while self._answers and (asked := stream.recv(_STEP.size)):
+                    self._carry(stream, number, self._steps[_STEP.unpack(asked)[0]], send=True)
+                # This sees the flag, or stop() the stream.
+                while not self._stopping and (asked := stream.recv(1)):
+                    sends = self.workload.op is Op.PULL
+                    self._stream(stream, number, self._ways[asked[0]], send=sends)
+                    if not sends:
+                        stream.sendall(_GO)
+
+
+class TcpRawEncrypted(TcpRaw):
+    """TcpRaw under the cipher of this library's lanes, with a key for each stream. Requests are plain."""
+
+    encrypted: ClassVar[bool] = True
 
 
 def _part(tensors: Sequence[Bytes], begin: int, end: int) -> RawBlocks:

@@ -18,6 +18,7 @@ from llm_datadist import (
     Placement,
 )
 from llm_datadist._deadline import Deadline
+from llm_datadist.config import AUTH_SECRET
 from llm_datadist.tools.bench.contenders.base import HOST, Contender, Facts, Role
 from llm_datadist.tools.bench.workload import BenchMemory, BenchWorkload, Bytes, Op, fill, mirrors, private_tensors
 from llm_datadist.views import tensor_views
@@ -55,6 +56,8 @@ def open_instance(
     options["llm.CopyThreads"] = str(workload.threads)
     if workload.memory is BenchMemory.GPU:
         options["llm.DeviceMemory"] = "cuda"
+    if workload.secrets:
+        options[AUTH_SECRET] = workload.secrets
     datadist = LLMDataDist(LLMRole.PROMPT if role is Role.SOURCE else LLMRole.DECODER, CLUSTER[role])
     datadist.init(options)
     return datadist
@@ -137,6 +140,8 @@ class Ours(Contender):
 
     def _transport_used(self) -> str:
         choice = self._datadist.explain(CLUSTER[Role.SOURCE])
+        if choice.sealed != bool(self.workload.secrets):
+            raise RuntimeError(f"secrets={self.workload.secrets!r}: the link says sealed={choice.sealed}")
         # Non-pool memory may use another transport than pools.
         private = choice.private_transport if self.workload.memory is BenchMemory.REGISTERED else None
         return private or choice.transport
