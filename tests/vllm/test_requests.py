@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from llm_datadist.errors import ParamError
+from llm_datadist.errors import LinkError, ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, identity, rank, worker
 from llm_datadist.integrations.vllm.offers import KvOffer, Orders, RankEndpoint
@@ -52,7 +53,7 @@ KERNEL = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambd
 
 def configured(role: str, **extra: Any) -> tuple[Any, Any]:
     """Return the configuration of an engine of that role, and its cache of one layer."""
-    given = {"pool": False} | extra
+    given = {"pool": False, "drain_ms": 0} | extra  # what no test fetches is not waited for
 
     def option(name: str, default: Any = None) -> Any:
         return given.get(name, default)
@@ -580,6 +581,33 @@ def test_an_engine_that_comes_back_before_it_was_unlinked_stays_linked(
     gate.set()
     threads.shutdown()
     assert decode.worker.datadist.explain(first).state == "ready"
+
+
+def drains(engine: Engine) -> bool:
+    try:
+        engine.worker._cache.grant([9], 60.0).revoke()  # noqa: SLF001 (an offer needs a step, which an ending one lacks)
+    except LinkError as refusal:
+        return "draining" in str(refusal)
+    return False
+
+
+@pytest.mark.parametrize("fetched", [True, False], ids=["fetched", "forgotten"])
+def test_an_engine_that_ends_waits_a_while_for_its_offers(
+    make: Callable[..., Engine], caplog_vllm: pytest.LogCaptureFixture, fetched: bool
+) -> None:
+    prefill, decode = make("prefill", drain_ms=60_000 if fetched else 100), make("decode")
+    assert comes(prefill, decode, "links")
+    params = offered(prefill, "offered", [1, 2, 3])
+    with ThreadPoolExecutor() as threads:
+        ended = threads.submit(prefill.worker.stop)
+        if fetched:
+            wait_until(lambda: drains(prefill))
+            assert decode.fetched("offered", params, [6, 4, 5])
+            assert (prefill.kv[[1, 2, 3]] == decode.kv[[6, 4, 5]]).all()
+        ended.result(50)
+    assert ("after 100 ms this is given up" in caplog_vllm.text) is not fetched
+    if not fetched:
+        assert not decode.fetched("offered", params, [6, 4, 5])
 
 
 def test_engines_that_are_gone_are_forgotten_with_their_threads_once_another_comes(
