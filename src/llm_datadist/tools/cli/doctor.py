@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Annotated, Final
 
@@ -9,12 +10,13 @@ import msgspec
 import typer
 from rich.console import Console
 
+from llm_datadist import LLMRole
 from llm_datadist._option_kinds import INT32_MAX
 from llm_datadist.config import DEVICE_ID, DEVICE_MEMORY
 from llm_datadist.tools.cli.usage import More, Secrets, failing, given
 from llm_datadist.tools.doctor import device, kernel, limits, peer, versions
 from llm_datadist.tools.doctor.finding import Finding, Severity, exit_code, run_checks
-from llm_datadist.tools.doctor.serve import CLUSTER, serving
+from llm_datadist.tools.doctor.serve import CLUSTER, make_end, serving
 from llm_datadist.types.cluster import show_address
 
 _PORT: Final = 26000
@@ -31,6 +33,9 @@ def doctor(
             min=0, max=(1 << 64) - 1, help="With --peer: cluster id of a peer that is not a doctor.", show_default=False
         ),
     ] = CLUSTER,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="With --peer: only link to it, for probes. The exit status is 0 or 2.")
+    ] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Act as the peer of another doctor, until interrupted.")
     ] = False,
@@ -45,6 +50,11 @@ def doctor(
     The exit status is 0, 1 with warnings or unknowns, 2 with problems.
     """
     options = given(secrets, option)
+    if ready:
+        if peer_address is None or serve or as_json:
+            raise typer.BadParameter("--ready needs --peer, and neither --serve nor --json")
+        _link(*_address(peer_address), options, cluster_id)
+        return
     if serve:
         _serve(host, port, options)
         return
@@ -75,6 +85,14 @@ def _gpu(options: dict[str, str]) -> list[int]:
     if not number.isdecimal() or int(number) > INT32_MAX:
         raise typer.BadParameter(f"--option {DEVICE_ID}={number!r} is not the number of a device")
     return [int(number)] if options.get(DEVICE_MEMORY) == "cuda" else []
+
+
+def _link(host: str, port: int, options: dict[str, str], cluster_id: int) -> None:
+    """Link to a peer and unlink; without a cluster id the peer may be any."""
+    wanted, own = None if cluster_id == CLUSTER else cluster_id, int.from_bytes(os.urandom(6), "big")
+    address = show_address((host, port))
+    with failing("doctor"), make_end(LLMRole.DECODER, own, options) as end, end.connect(address, wanted) as link:
+        print(f"cluster {link.cluster_id} takes links")
 
 
 def _serve(host: str, port: int, options: dict[str, str]) -> None:
