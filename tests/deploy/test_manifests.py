@@ -135,7 +135,8 @@ def _selected(selector: dict[str, Any], labels: dict[str, str]) -> bool:
         assert each["operator"] == "In"
         if labels.get(each["key"]) not in each["values"]:
             return False
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
 
 
 def _templates(path: Path) -> list[dict[str, Any]]:
@@ -225,7 +226,7 @@ def _seconds(text: str) -> int:
 
 
 def _outlive_a_drain(container: dict[str, Any], extra: dict[str, Any], worker_seconds: str, grace: int) -> None:
-    """vLLM kills its engine after --shutdown-timeout, by default at once, and a rank after the other."""
+    """Compare what could cut a drain: vLLM kills its engine after --shutdown-timeout, a rank after its own variable."""
     drain_s = extra["drain_ms"] / 1000
     assert drain_s < int(worker_seconds) < int(option(container, "shutdown-timeout")) < grace
 

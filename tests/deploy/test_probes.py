@@ -51,7 +51,7 @@ def _store(folder: Path, sockets: Path) -> Iterator[tuple[subprocess.Popen[str],
             command = [word.replace(old, new) for word in command]
         return command
 
-    asked = {"env": pod, "cwd": ROOT}
+    asked: dict[str, Any] = {"env": pod, "cwd": ROOT}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*here(words(container)), "--json", "--metrics=0"], stdout=subprocess.PIPE, stderr=log, text=True, **asked
