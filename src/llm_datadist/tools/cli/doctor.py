@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import Annotated, Final
 
@@ -10,13 +9,13 @@ import msgspec
 import typer
 from rich.console import Console
 
-from llm_datadist import LLMRole
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist._option_kinds import INT32_MAX
 from llm_datadist.config import DEVICE_ID, DEVICE_MEMORY
 from llm_datadist.tools.cli.usage import More, Secrets, failing, given
 from llm_datadist.tools.doctor import device, kernel, limits, peer, versions
 from llm_datadist.tools.doctor.finding import Finding, Severity, exit_code, run_checks
-from llm_datadist.tools.doctor.serve import CLUSTER, make_end, serving
+from llm_datadist.tools.doctor.serve import CLUSTER, serving
 from llm_datadist.types.cluster import show_address
 
 _PORT: Final = 26000
@@ -53,7 +52,7 @@ def doctor(
     if ready:
         if peer_address is None or serve or as_json:
             raise typer.BadParameter("--ready needs --peer, and neither --serve nor --json")
-        _link(*_address(peer_address), options, cluster_id)
+        _link(_address(peer_address), None if cluster_id == CLUSTER else cluster_id, options)
         return
     if serve:
         _serve(host, port, options)
@@ -87,11 +86,9 @@ def _gpu(options: dict[str, str]) -> list[int]:
     return [int(number)] if options.get(DEVICE_MEMORY) == "cuda" else []
 
 
-def _link(host: str, port: int, options: dict[str, str], cluster_id: int) -> None:
-    """Link to a peer and unlink; without a cluster id the peer may be any."""
-    wanted, own = None if cluster_id == CLUSTER else cluster_id, int.from_bytes(os.urandom(6), "big")
-    address = show_address((host, port))
-    with failing("doctor"), make_end(LLMRole.DECODER, own, options) as end, end.connect(address, wanted) as link:
+def _link(address: tuple[str, int], wanted: int | None, options: dict[str, str]) -> None:
+    end = LLMDataDist(LLMRole.DECODER, config=LLMConfig(ge_options=options))
+    with failing("doctor"), end, end.connect(show_address(address), wanted) as link:
         print(f"cluster {link.cluster_id} takes links")
 
 
