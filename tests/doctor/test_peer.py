@@ -256,6 +256,28 @@ def test_service_whose_cluster_id_is_told(tmp_path: Path) -> None:
     end.stop()
 
 
+def test_ready_only_links_and_says_by_its_status_whether_it_could() -> None:
+    end = LocalEnd("service")
+    end.start("PROMPT", 7, listen_ip_info="127.0.0.1:0")
+    there = ("--ready", "--peer", f"127.0.0.1:{end.port}")
+    for options in ((), ("--cluster-id", "7")):
+        done = run_here("doctor", *there, *options)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "cluster 7 takes links\n", "")
+    for words, text in (
+        ((*there, "--cluster-id", "8"), "remote_cluster_id=8"),
+        ((*there, "--json"), "--ready needs --peer, and neither --serve nor --json"),
+        ((*there, "--serve"), "--ready needs --peer, and neither --serve nor --json"),
+        (("--ready",), "--ready needs --peer, and neither --serve nor --json"),
+    ):
+        done = run_here("doctor", *words)
+        assert (done.returncode, done.stdout) == (2, ""), words
+        assert text in done.stderr
+        assert done.stderr.count("\n") == 1
+    end.stop()
+    done = run_here("doctor", *there)
+    assert (done.returncode, "refused" in done.stderr) == (2, True), done.stderr
+
+
 _PORT: Final = f"not this library: is it the port of {LISTEN}?"
 
 

@@ -256,6 +256,7 @@ def test_demo_without_options_tells_a_human_what_moved_between_two_processes() -
     own = "prompt and decoder, each with its own LLMDataDist"
     for expected in ("all 32 equal", "63 blocks", "16 tensors", "shm: ", "GB/s", own):
         assert expected in summary
+    assert max(map(len, summary.splitlines())) <= 80
 
 
 def test_demo_in_a_gpu_says_that_there_is_no_driver_and_refuses_registered_memory() -> None:

@@ -14,6 +14,7 @@ from tests.support.source import ROOT, run
 
 WIDTHS = (80, 200, None)
 """Of terminals; None for a pipe."""
+_LEFT_OUT = re.compile(r"^too wide for this terminal: (.*?\n)(?=\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def printed(command: list[str], width: int | None, env: Mapping[str, str] = os.environ) -> str:
@@ -49,15 +50,22 @@ def uncoloured(text: str) -> str:
 def tables(text: str, width: int | None) -> dict[str, list[dict[str, str]]]:
     """Return rows by the title of their table, each cell by the name of its column; check what every table promises.
 
-    No line is longer than the terminal, nothing is cut, and each column has a name of its own and a cell.
+    No line is longer than the terminal, nothing is cut, and each column has a name of its own and a cell. What a table
+    leaves out is not in it; :func:`left_out` tells.
     """
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= (width or 1 << 16)
     found = {}
+    text = _LEFT_OUT.sub("", text)
     for part in re.split(r"(?:^|\n)\n(?=[a-z][a-z0-9 ]*\n)", text)[1:]:
         title, *lines = part.splitlines()
         found[title.strip()] = _table(lines) if set(lines[1]) == {"─"} else _lists(lines)
     return found
+
+
+def left_out(text: str) -> list[list[str]]:
+    """Return the columns that tables name as too wide, of each that does."""
+    return [" ".join(names.split()).split(", ") for names in _LEFT_OUT.findall(text)]
 
 
 def _table(lines: list[str]) -> list[dict[str, str]]:

@@ -25,14 +25,14 @@ from llm_datadist._statistics_page import PAGE_VERSION, PageError, StatisticsPag
 from llm_datadist.metrics import quantile
 from llm_datadist.tools.cli.top_rows import NOTHING
 from llm_datadist.tools.cli.top_screen import Top
-from llm_datadist.tools.cli.top_source import Remote, SourceError
+from llm_datadist.tools.cli.top_source import Remote, SourceError, encode
 from tests.doctor.hosts import needs
 from tests.support.ends import ChildEnd
 from tests.support.linking import statistics
 from tests.support.moves import BLOCKS, Spec, Use, call, make, wait_until
 from tests.support.pairs import Pair
 from tests.support.source import run, run_here
-from tests.support.tables import WIDTHS, printed, tables
+from tests.support.tables import WIDTHS, left_out, printed, tables
 from tests.support.world import World
 
 
@@ -316,6 +316,31 @@ def _reading(when: float, calls: int) -> Any:
     }
     about = {"pid": 12345, "cluster_id": 18 * 10**17 + 20_001, "role": "DECODER", "published_at": when}
     return about | {"age_seconds": 0.1, "truncated": False, "statistics": now}
+
+
+def test_once_on_a_narrow_terminal_has_the_columns_that_the_screen_has_first_and_names_the_others(
+    ssh: Path, tmp_path: Path
+) -> None:
+    assert ssh.exists()
+    (tmp_path / "said").write_text(encode([_reading(1.0, 10)]) + "\n")
+    asked = [sys.executable, "-m", "llm_datadist", "top", "--once", "--connect", "far", "--command"]
+    asked.append(f"cat {tmp_path}/said; sleep 60 #")
+    piped = tables(printed(asked, None), None)
+    said = printed(asked, 80)
+    shown, missing = tables(said, 80), left_out(said)
+    assert shown.keys() == piped.keys() == {"instances", "links", "operations"}
+    cut = iter(missing)
+    for name, (row,) in piped.items():
+        (first,) = shown[name]
+        names = list(first)
+        assert len(names) >= 5, said
+        assert names == list(row)[: len(names)]
+        assert names == list(row) or next(cut) == list(row)[len(names) :]
+        for column, cell in first.items():
+            short = column in ("cluster", "of", "peer")
+            assert cell == (f"..{row[column][-5:]}" if short else row[column])
+    assert list(cut) == []
+    assert missing, "nothing was too wide"
 
 
 _WRITER = """

@@ -9,6 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from llm_datadist import LLMConfig, LLMDataDist, LLMRole
 from llm_datadist._option_kinds import INT32_MAX
 from llm_datadist.config import DEVICE_ID, DEVICE_MEMORY
 from llm_datadist.tools.cli.usage import More, Secrets, failing, given
@@ -31,6 +32,9 @@ def doctor(
             min=0, max=(1 << 64) - 1, help="With --peer: cluster id of a peer that is not a doctor.", show_default=False
         ),
     ] = CLUSTER,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="With --peer: only link to it, for probes. The exit status is 0 or 2.")
+    ] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Act as the peer of another doctor, until interrupted.")
     ] = False,
@@ -45,6 +49,11 @@ def doctor(
     The exit status is 0, 1 with warnings or unknowns, 2 with problems.
     """
     options = given(secrets, option)
+    if ready:
+        if peer_address is None or serve or as_json:
+            raise typer.BadParameter("--ready needs --peer, and neither --serve nor --json")
+        _link(_address(peer_address), None if cluster_id == CLUSTER else cluster_id, options)
+        return
     if serve:
         _serve(host, port, options)
         return
@@ -75,6 +84,12 @@ def _gpu(options: dict[str, str]) -> list[int]:
     if not number.isdecimal() or int(number) > INT32_MAX:
         raise typer.BadParameter(f"--option {DEVICE_ID}={number!r} is not the number of a device")
     return [int(number)] if options.get(DEVICE_MEMORY) == "cuda" else []
+
+
+def _link(address: tuple[str, int], wanted: int | None, options: dict[str, str]) -> None:
+    end = LLMDataDist(LLMRole.DECODER, config=LLMConfig(ge_options=options))
+    with failing("doctor"), end, end.connect(show_address(address), wanted) as link:
+        print(f"cluster {link.cluster_id} takes links")
 
 
 def _serve(host: str, port: int, options: dict[str, str]) -> None:

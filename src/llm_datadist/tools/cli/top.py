@@ -11,7 +11,7 @@ import typer
 
 from llm_datadist._statistics_page import instances
 from llm_datadist._tables import show_table
-from llm_datadist.tools.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows
+from llm_datadist.tools.cli.top_rows import NOTHING, Rates, busy, instance_rows, link_rows, operation_rows, shortened
 from llm_datadist.tools.cli.top_source import Remote, SourceError, encode
 from llm_datadist.tools.cli.usage import failing
 
@@ -75,5 +75,5 @@ def _awaited(read: Read) -> list[Instance]:
 def _print(found: list[Instance]) -> None:
     parts = {"instances": instance_rows(found), "links": link_rows(found, Rates())}
     for name, rows in (parts | {"operations": operation_rows(found, Rates())}).items():
-        if rows:
-            show_table(name, rows, sys.stdout)
+        if rows:  # a terminal gets what the screen shows first, a pipe everything
+            show_table(name, shortened(rows, found) if sys.stdout.isatty() else rows, sys.stdout, cut=True)

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from contextlib import ExitStack, suppress
 from enum import StrEnum
@@ -171,7 +172,7 @@ class _Demo(ExitStack):
             "tokens": f"{same} the single-process run: {' '.join(map(str, tokens[:8]))} ...",
             "KV bytes": where if result["kv_equal"] else "what arrived differs from what the prompt side published",
             "moved": f"{result['blocks']} blocks of {work.block_tokens} tokens in {work.shape[0]} tensors, "
-            f"{result['bytes'] / 1e6:.2f} MB, all to other block numbers",
+            f"{result['bytes'] / 1e6:.2f} MB, to other numbers",
             "transport": f"{over}: {result['reason']}",
             "caches in": f"{result['device']}",
             "pull_blocks": f"{result['seconds'] * 1e3:.2f} ms, {result['gb_per_s']:.2f} GB/s (the one and first call)",
@@ -180,7 +181,9 @@ class _Demo(ExitStack):
         }
         print("\nTokens equal." if result["ok"] else "\nNOT equal.", file=self._stream)
         for name, text in rows.items():
-            print(f"  {name:<12} {text}", file=self._stream, flush=True)
+            first, rest = f"  {name:<12} ", " " * 15
+            lines = textwrap.fill(text, 80, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+            print(lines, file=self._stream, flush=True)
 
     def _say(self, role: str, text: str) -> None:
         print(f"{time.monotonic() - self._started:6.1f} s  {role:<9}  {text}", file=self._stream, flush=True)
