@@ -24,7 +24,7 @@ class Double:
     made: ClassVar[list[Double]] = []
 
     def __init__(self, _: Any = None, address: str = "", space: bytes = b"", options: Any = None, **more: Any) -> None:
-        self.space, self.ranks = space, list(more.get("ranks", [space]))
+        self.space, self.ranks, self.options = space, list(more.get("ranks", [space])), options
         self.keys: list[set[bytes]] = [set() for _ in self.ranks]
         self.open: Counter[int] = Counter()
         self.asked: list[list[bytes]] = []

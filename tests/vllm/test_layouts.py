@@ -232,7 +232,7 @@ def configured(
         kv_transfer_config=transfer,
         cache_config=SimpleNamespace(block_size=specs[0].block_size),
         model_config=SimpleNamespace(
-            enable_sleep_mode=False, get_total_num_kv_heads=lambda: heads, max_model_len=TOKENS
+            model="model", enable_sleep_mode=False, get_total_num_kv_heads=lambda: heads, max_model_len=TOKENS
         ),
         weight_transfer_config=None,
         lora_config=None,

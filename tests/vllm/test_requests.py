@@ -67,7 +67,7 @@ def configured(role: str, **extra: Any) -> tuple[Any, Any]:
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         cache_config=SimpleNamespace(block_size=TOKENS, prefix_caching_hash_algo="sha256"),
-        model_config=SimpleNamespace(max_model_len=BLOCKS * TOKENS, get_total_num_kv_heads=lambda: 2),
+        model_config=SimpleNamespace(max_model_len=BLOCKS * TOKENS, get_total_num_kv_heads=lambda: 2, model="toy"),
         lora_config=None,
         compilation_config=SimpleNamespace(static_forward_context={"layer": KERNEL}),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),

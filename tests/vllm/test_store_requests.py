@@ -225,6 +225,7 @@ def test_the_hits_of_all_ranks_are_held_until_they_are_loaded(scheduler: StoreSc
     scheduler.on_new_request(request)
     store = store_of(scheduler)
     assert (store.space, store.ranks) == (b"0", [b"0", b"1"])
+    assert store.options.label == "model", "by which the store's metrics name the namespace"
     store.has(keys, shorter=1)
     assert matched(scheduler, request) == 3 * TOKENS
     assert store.held == 1
