@@ -303,7 +303,7 @@ def test_an_address_is_tried_on_until_another_incarnation_listens_there(family: 
     prompt.do(linking.vanish)  # the process goes on: nothing but its silence tells
     wait_until(lambda: [each.attempts >= 2 for each in decoder.do(redials)] == [True])
     assert "refused" in decoder.do(redials)[0].reason
-    assert (decoder.do(redials)[0].refused, dict(decoder.do(statistics).lost_peers).keys()) == (True, {1})
+    assert (decoder.do(redials)[0].refused, set(dict(decoder.do(statistics).lost_peers))) == (True, {1})
     linking.not_linked(decoder, 1, "attempts, the last attempt: link to 127.0.0.1", "refused")
     other = family.born("PROMPT", cluster_id, port=prompt.port)
     wait_until(lambda: decoder.do(redials) == (), 20)
