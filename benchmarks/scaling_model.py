@@ -67,11 +67,11 @@ def cells(number: int, each: Fleet) -> Fleet:
 
 
 def beat_bytes(count: int) -> int:
-    """Return the bytes of the frame of the beat with that number: an array of one text and one integer."""
+    """Return the bytes of the frame of the beat with that number: an array of a text, it, and two totals, here 0."""
     integer = next(
         size for size, end in ((1, 1 << 7), (2, 1 << 8), (3, 1 << 16), (5, 1 << 32), (9, 1 << 64)) if count < end
     )
-    return FRAME_HEADER.size + 1 + len("beat") + 1 + integer
+    return FRAME_HEADER.size + 1 + len("beat") + 1 + integer + 2
 
 
 def resolved_bytes(tensors: int) -> int:

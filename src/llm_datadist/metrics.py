@@ -182,6 +182,8 @@ class LinkStatistics:
         dialled: Address that this side dialled, "ip:port" or "[ipv6]:port"; "a communicator's" for a member of
             ``link()``; empty if the peer dialled.
         peer_release, peer_role: As the peer said when it was linked; empty if it is older.
+        served_bytes, received_bytes: Bytes that the peer has read here and written here. This side counts those of tcp;
+            the peer reports all others, at most a heartbeat late. None if an older peer does not.
     """
 
     remote_cluster_id: int
@@ -203,6 +205,8 @@ class LinkStatistics:
     dialled: str = ""
     peer_release: str = ""
     peer_role: str = ""
+    served_bytes: int | None = None
+    received_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

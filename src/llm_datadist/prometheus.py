@@ -66,6 +66,8 @@ _DEVICE_COUNTERS = (
 _LINK_COUNTERS = (
     ("link_read_bytes", "Bytes read from the peer.", "read_bytes"),
     ("link_written_bytes", "Bytes written to the peer.", "written_bytes"),
+    ("link_served_bytes", "Bytes that the peer has read here.", "served_bytes"),
+    ("link_received_bytes", "Bytes that the peer has written here.", "received_bytes"),
     ("link_verified_bytes", "Bytes whose checksums agreed.", "verified_bytes"),
 )
 _ABOUT = ["release", "role", "protocol"]
@@ -161,7 +163,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     said = [([values[0], link.peer_release, link.peer_role, str(link.protocol)], 1) for values, link in links]
     yield gauge("peer_info", "1; the labels tell who the peer is.", ["peer", *_ABOUT], said)
     for name, text, field in _LINK_COUNTERS:
-        yield counter(name, text, ["peer", "transport"], [(values, getattr(link, field)) for values, link in links])
+        known = [(values, number) for values, link in links if (number := getattr(link, field)) is not None]
+        yield counter(name, text, ["peer", "transport"], known)
     lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
     yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
     peers = [([str(peer), kind], 1.0) for peer, kind in now.lost_peers]

@@ -94,6 +94,13 @@ def test_where_cma_is_refused_non_pool_memory_goes_over_lanes(strangers: tuple[C
         same_bytes(there.do(show, "kv"), moved(src, dst, [(5, 3)]))
         there.do(forget, "kv")
         here.do(forget, "own")
+    wait_until(lambda: _knows(prompt.do(explain, 2), decoder.do(explain, 1)))
+    wait_until(lambda: _knows(decoder.do(explain, 1), prompt.do(explain, 2)))
+
+
+def _knows(owner: Any, peer: Any) -> bool:
+    """Return True if an end knows of all that its peer has read and written, by both transports."""
+    return (owner.served_bytes, owner.received_bytes) == (peer.read_bytes, peer.written_bytes)
 
 
 @pytest.mark.gpu(False)

@@ -287,6 +287,9 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     assert decoder[f"llm_datadist_operation_duration_seconds_count{{{labels}}}"] == 1
     assert decoder[f"llm_datadist_transport_bytes_total{{{labels}}}"] == moved
     assert decoder['llm_datadist_link_read_bytes_total{cluster="2",peer="1",transport="shm"}'] == moved
+    served = 'llm_datadist_link_served_bytes_total{cluster="1",peer="2",transport="shm"}'
+    wait_until(lambda: _numbers(shm_pair.prompt)[served] == moved)
+    assert _numbers(shm_pair.prompt)[served.replace("served", "received")] == 0
     assert prompt['llm_datadist_link_up{cluster="1",peer="2",transport="shm"}'] == 1
     assert prompt['llm_datadist_caches{cluster="1",state="live"}'] == 2
     about = f'protocol="{VERSIONS[1]}",release="{llm_datadist.__version__}",role='

@@ -115,11 +115,15 @@ def forget(world: World, name: str) -> None:
 
 
 def picture(world: World) -> Any:
-    """Return ``statistics()`` without what changes by itself (ages, lost links, UCX's CPU) or is meant to, checked."""
+    """Return ``statistics()`` without what changes by itself or is meant to, checked.
+
+    By itself: ages, lost links, UCX's CPU, bytes that peers report later.
+    """
     world.dd.check_integrity()
     statistics = world.dd.statistics()
     keys = tuple(replace(key, age_seconds=0.0) for key in statistics.keys)
-    links = tuple(replace(link, progress_seconds=0.0) for link in statistics.links)
+    later: dict[str, Any] = {"progress_seconds": 0.0, "served_bytes": None, "received_bytes": None}
+    links = tuple(replace(link, **later) for link in statistics.links)
     return replace(
         statistics,
         keys=keys,

@@ -57,6 +57,7 @@ def published(shm_pair: Pair) -> dict[int, Any]:
     shm_pair.decoder.do(make, "kv", spec, 2)
     for _ in range(3):
         _pull(shm_pair)
+    wait_until(lambda: shm_pair.prompt.do(statistics).links[0].served_bytes == 3 * 2 * 2 * 1024)
     return dict(end.do(_publish) for end in (shm_pair.prompt, shm_pair.decoder))
 
 
@@ -157,8 +158,9 @@ def test_once_as_tables_of_every_width_has_the_figures_of_the_json(
         assert (cells["of"], cells["peer"]) == (f"{each['cluster_id']}", f"{link['remote_cluster_id']}")
         assert (cells["state"], cells["over"]) == (link["state"], link["transport"])
         assert (cells["release"], cells["role"]) == (link["peer_release"], link["peer_role"])
-        moved = _bytes(cells["read"]), _bytes(cells["written"])
-        assert moved == pytest.approx((link["read_bytes"], link["written_bytes"]))
+        names = ("read", "written", "served", "received")
+        assert [_bytes(cells[name]) for name in names] == pytest.approx([link[f"{name}_bytes"] for name in names])
+    assert sorted(cells["served"] for cells in shown["links"]) == ["0 B", "12.0 KiB"], "the owner's row has its bytes"
     done = [(each, one, by) for each in found for one in each["statistics"]["operations"] for by in one["transports"]]
     for cells, (each, one, by) in zip(shown["operations"], done, strict=True):
         told = f"{each['cluster_id']}", one["name"], f"{by['count']}"
@@ -268,11 +270,11 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
             assert not {"GB/s read", "GB/s written"} & _shown(app, "#links")[0].keys(), "no rate before the second page"
             answer = [_reading(3.0, 50)]
             app.refresh_tables()
-            rates = {"GB/s read": "20.000", "GB/s written": "40.000"}
+            rates = {"GB/s read": "20.000", "GB/s written": "40.000", "GB/s served": "60.000", "GB/s received": "0.000"}
             assert rates.items() <= _shown(app, "#links")[0].items()
             assert _shown(app, "#operations")[0]["calls/s"] == "20.0"
             await pilot.pause()
-            for name, first in (("instances", 6), ("links", 7), ("operations", 7)):
+            for name, first in (("instances", 6), ("links", 8), ("operations", 7)):
                 table = app.query_one(f"#{name}", DataTable)
                 assert sum(each.get_render_width(table) for each in table.ordered_columns[:first]) <= 80, name
             shown = {name: _shown(app, f"#{name}")[0] for name in ("instances", "links", "operations")}
@@ -290,6 +292,11 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
             app.refresh_tables()
             await pilot.pause()
             assert (links.scroll_x, _shown(app, "#links")[0]["GB/s read"]) == (20, "10.000")
+            assert _shown(app, "#links")[0]["served"] == "167.6 GiB"
+            answer = [_reading(5.0, 60, known=False)]
+            app.refresh_tables()
+            row = _shown(app, "#links")[0]
+            assert [row[name] for name in ("GB/s served", "served", "received")] == ["-", "-", "0 B"]
             answer = SourceError("cut")
             app.refresh_tables()
             assert str(text.content) == "cut; what is shown is old"
@@ -301,13 +308,15 @@ def test_the_screen_shows_rates_and_what_its_source_complains_of() -> None:
     asyncio.run(look())
 
 
-def _reading(when: float, calls: int) -> Any:
-    """Return an instance that has moved a GB read and two GB written with each call."""
+def _reading(when: float, calls: int, known: bool = True) -> Any:
+    """Return an instance that has read a GB, written two and served three with each call; the last may not be known."""
     link = {"remote_cluster_id": 18 * 10**17 + 10_001, "state": "ready", "transport": "tcp", "reason": "so"}
     link |= {"peer_release": "0.2.0", "peer_role": "PROMPT"}
     by = {"transport": "tcp", "count": calls, "nbytes": calls << 20, "buckets": [0] * 10 + [calls, 1] + [0] * 14}
+    moved: dict[str, int | None] = {"read_bytes": calls * 10**9, "written_bytes": 2 * calls * 10**9}
+    moved |= {"served_bytes": 3 * calls * 10**9 if known else None, "received_bytes": 0}
     now = {
-        "links": [link | {"read_bytes": calls * 10**9, "written_bytes": 2 * calls * 10**9}],
+        "links": [link | moved],
         "operations": [{"name": "pull_blocks", "failures": {"PeerLost": 2, "X": 1}, "transports": [by]}],
         "pools": [{"name": each, "used_bytes": 300 << 20, "capacity_bytes": 8 << 30} for each in ("device", "host")],
         "grants": {"active": 0},

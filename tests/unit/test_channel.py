@@ -241,7 +241,7 @@ MANY = b"\xdd" + (1 << 17).to_bytes(4, "big") + b"\xc0" * (1 << 17)
 #: A Resolved with a large geometry, one with many guards, a Beat with much behind what is known.
 BYTES += [b"\x99\xa8resolved\x01\x01" + MANY + b"\x00\xc4\x00\xc4\x00\x90\x00"]
 BYTES += [b"\x99\xa8resolved\x01\x01\xc0\x00\xc4\x00\xc4\x00\x95" + b"\x92\x01\x01" * 5 + b"\x00"]
-BYTES += [b"\x93\xa4beat\x01" + MANY]
+BYTES += [b"\x95\xa4beat\x01\x00\x00" + MANY]
 BYTES += [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
 
 
@@ -253,7 +253,7 @@ def test_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
 
 def test_unknown_elements_at_the_end_are_ignored_up_to_64_kib() -> None:
     behind = b"\xdc" + (60_000).to_bytes(2, "big") + b"\xc0" * 60_000
-    assert decode(b"\x93\xa4beat\x01" + behind) == Beat(1)
+    assert decode(b"\x95\xa4beat\x01\x00\x00" + behind) == Beat(1)
 
 
 def test_a_frame_is_length_and_payload_and_its_sender_refuses_one_that_is_too_large() -> None:

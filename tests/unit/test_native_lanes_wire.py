@@ -119,12 +119,18 @@ def ask_read(engine: LaneEngine, wire: Wire, id: int, nbytes: int) -> ReadAsked:
     return next_event(engine, ReadAsked)
 
 
+def moved_by(replies: ReplyCache, engine: LaneEngine) -> tuple[int, int]:
+    """Return the bytes of replies that count, once the lane threads have ended what they do."""
+    engine.quiesce(99)
+    return replies.moved
+
+
 @pytest.mark.parametrize(
     ("nbytes", "change"), [(100, "before"), (BIG, "before"), (BIG, "on its way"), (100, "never"), (BIG, "never")]
 )
 def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardTable, nbytes: int, change: str) -> None:
-    memory, kept = np.full(nbytes, 3, np.uint8), [guards.allocate() for _ in range(3)]
-    with Wire(engine) as wire:
+    memory, kept, replies = np.full(nbytes, 3, np.uint8), [guards.allocate() for _ in range(3)], ReplyCache()
+    with Wire(engine, grants=replies) as wire:
         asked = ask_read(engine, wire, 5, nbytes)
         pairs = [(guards.address_of(guard.slot), guard.generation) for guard in kept]
         if change == "before":
@@ -134,6 +140,7 @@ def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardT
             id, code, text = wire.result()
             assert (id, code) == (5, CHANGED)
             assert "guard has changed" in text
+            assert moved_by(replies, engine) == (0, 0)
             return
         assert wire.header() == (DATA, 5, 0, nbytes)
         if change == "on its way":
@@ -145,6 +152,7 @@ def test_a_read_is_good_while_its_guards_hold(engine: LaneEngine, guards: GuardT
         else:
             assert wire.receive(nbytes) == bytes([3]) * nbytes
         assert int.from_bytes(wire.receive(8), "little") == (CHANGED if change == "on its way" else 0)
+        assert moved_by(replies, engine) == (0 if change == "on its way" else nbytes, 0)
 
 
 def test_the_initiator_learns_of_the_trailer(engine: LaneEngine) -> None:
@@ -169,8 +177,8 @@ def test_a_write_whose_guard_changes_on_its_way_is_not_good(
 
     Regression: a push whose memory changed after its first byte succeeded.
     """
-    memory, guard = np.zeros(BIG + 1, np.uint8), guards.allocate()
-    with Wire(engine) as wire:
+    memory, guard, replies = np.zeros(BIG + 1, np.uint8), guards.allocate(), ReplyCache()
+    with Wire(engine, grants=replies) as wire:
         wire.send(WRITE, 5, b"m", bytes([9]), declared=BIG)
         asked = next_event(engine, WriteAsked)
         pair = (guards.address_of(guard.slot), guard.generation)
@@ -183,7 +191,9 @@ def test_a_write_whose_guard_changes_on_its_way_is_not_good(
             guards.advance(guard.slot)
         wire.sendall(bytes([9]) * (BIG - 1))
         assert wire.result()[:2] == (5, code)
+        assert moved_by(replies, engine) == (0, 0)
         assert wire.write_is_good(engine, 6)
+        assert replies.moved > (0, 0)
     assert memory.any() == (wrong == "guard on its way")
 
 
@@ -249,8 +259,8 @@ def test_answers_to_what_is_gone_or_was_answered(engine: LaneEngine) -> None:
 
 
 def test_quiesce_takes_memory_from_under_a_running_read(engine: LaneEngine) -> None:
-    memory = np.full(BIG, 3, np.uint8)
-    with Wire(engine) as wire:
+    memory, replies = np.full(BIG, 3, np.uint8), ReplyCache()
+    with Wire(engine, grants=replies) as wire:
         first, second, other = (ask_read(engine, wire, id, BIG) for id in (5, 6, 7))
         for asked, tag in ((first, 1), (second, 1), (other, 2)):
             engine.reply(asked.lane, asked.id, one_row(BIG), tensors(memory), [], tag, write=False)
@@ -264,6 +274,7 @@ def test_quiesce_takes_memory_from_under_a_running_read(engine: LaneEngine) -> N
         assert wire.result()[:2] == (6, ABORTED)
         assert wire.header() == (DATA, 7, 0, BIG)
         assert wire.receive(BIG + 8) == bytes([7]) * BIG + bytes(8)
+        assert moved_by(replies, engine) == (BIG, 0)
 
 
 def test_a_lane_that_is_lost_with_grants_on_it_is_told_of_once(engine: LaneEngine) -> None:
@@ -308,7 +319,7 @@ class Scene:
         filled = [twin.noise(10 * seed + tag, TENSORS, EXTENT) for tag in range(3)]
         self.memories = [Memory(t, [x.copy() for x in t], table.allocate(), tag) for tag, t in enumerate(filled)]
         self.model: dict[tuple[bool, bytes], tuple[Memory, Guard]] = {}
-        self.id = self.asked = 0
+        self.id = self.asked = self.sent = self.received = 0
 
     def keep(self, handle: bytes | None = None) -> None:
         handle = self.random.choice(HANDLES) if handle is None else handle
@@ -362,11 +373,13 @@ class Scene:
             self.expect_event(meta, WriteAsked if write else ReadAsked)
         elif write:
             assert self.wire.result() == (self.id, 0, "")
+            self.received += nbytes
             put(payload, [memory.expected[tensor][at : at + length] for tensor in tensors for at, length in spans])
         else:
             wanted = b"".join(memory.expected[t][at : at + length].tobytes() for t in tensors for at, length in spans)
             assert self.wire.header() == (DATA, self.id, 0, len(wanted))
             assert self.wire.receive(len(wanted) + 8) == wanted + bytes(8)
+            self.sent += nbytes
 
     def granted(self, write: bool, handle: bytes) -> Memory | None:
         """Return what the model grants; a look at a grant whose guard has advanced ends it."""
@@ -386,6 +399,7 @@ class Scene:
 
     def check(self) -> None:
         assert len(self.grants) == len(self.model)
+        assert moved_by(self.grants, self.engine) == (self.sent, self.received)
         assert self.engine.poll_events() == []
         for each in self.memories:
             assert all(map(np.array_equal, each.tensors, each.expected))

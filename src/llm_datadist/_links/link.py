@@ -13,6 +13,7 @@ from llm_datadist._checks import require_intact
 from llm_datadist._deadline import Deadline
 from llm_datadist._links.machine import Machine
 from llm_datadist._links.messages import Failed, Ping, UnlinkAck, UnlinkRequest, decode, remote_failure
+from llm_datadist._links.versions import REPORTS
 from llm_datadist._log import links_logger as logger
 from llm_datadist._native import Requests, UseGate, Waiter, steps
 from llm_datadist._native.public_call import raise_of_handler, whole
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llm_datadist._links.channel import Channel
-    from llm_datadist._links.messages import Consumed, Hello, Message, Release, Welcome
+    from llm_datadist._links.messages import Beat, Consumed, Hello, Message, Release, Welcome
     from llm_datadist._links.renewal import Renewal
     from llm_datadist._links.versions import Spoken
     from llm_datadist._transport.choose import Choice
@@ -153,6 +154,7 @@ class Link:
         self._idle = threading.Condition(self._lock)
         self.operations = UseGate(is_open=False)  # open while usable; changed under the lock
         self._verified_bytes = 0
+        self._reported = (0, 0) if self.spoken.version >= REPORTS else None  # by the peer: bytes read, written
         # Both sides may unlink at once.
         self._unlinking = self._peer_unlinks = False
         self._unlink_ack: int | None = None  # number of the peer's request, until the answer
@@ -264,7 +266,29 @@ class Link:
 
     def say_goodbye(self) -> None:
         """Ask the peer to unlink, without waiting: then it sees no loss in this link's end, and does not dial again."""
-        self.tell(UnlinkRequest(self.requests.number()))
+        self.tell(self.goodbye(self.requests.number()))
+
+    def goodbye(self, number: int) -> UnlinkRequest:
+        return UnlinkRequest(number, *self.moved_alone())
+
+    def moved_alone(self) -> tuple[int, int]:
+        """Return the bytes that this side has read and written, except those that the peer counts."""
+        alone = [each.moved for each in self.connection.connections if each.served is None]
+        return sum(read for read, _ in alone), sum(written for _, written in alone)
+
+    def peer_moved(self, said: Beat | UnlinkRequest) -> None:
+        """Take note of the peer's :meth:`moved_alone`, which never falls. Threads: control."""
+        if (before := self._reported) is not None:
+            self._reported = max(said.read, before[0]), max(said.written, before[1])
+
+    def _served(self) -> tuple[int, int] | tuple[None, None]:
+        """Return the bytes that the peer has read and written here; None if it does not report its part."""
+        known = [each.served for each in self.connection.connections if each.served is not None]
+        if len(known) < len(self.connection.connections):
+            if self._reported is None:
+                return None, None
+            known.append(self._reported)
+        return sum(read for read, _ in known), sum(written for _, written in known)
 
     def report(self, message: Release | Consumed) -> None:
         """Send the end of a transfer, and count it: a request over a lane may overtake it."""
@@ -336,12 +360,13 @@ class Link:
             if not self._unlinking and not self._peer_unlinks:
                 self._try(LinkEvent.RESUME)
 
-    def peer_unlinks(self, number: int) -> None:
-        """Drain; answer the request of that number once no operation runs."""
+    def peer_unlinks(self, request: UnlinkRequest) -> None:
+        """Drain; answer the request once no operation runs. Threads: control."""
+        self.peer_moved(request)
         with self._lock:
             self._try(LinkEvent.UNLINK)
             self._peer_unlinks = True
-            self._unlink_ack = number
+            self._unlink_ack = request.id
         self.last_left()
 
     @property
@@ -379,6 +404,7 @@ class Link:
 
     def statistics(self) -> LinkStatistics:
         used = [each.usage() for each in self.connection.connections]
+        served, received = self._served()
         return LinkStatistics(
             remote_cluster_id=self.peer.cluster_id,
             state=self._machine.state.value,
@@ -399,6 +425,8 @@ class Link:
             dialled=self.origin.shown,
             peer_release=self.peer.release,
             peer_role=self.peer.role,
+            served_bytes=served,
+            received_bytes=received,
         )
 
     def check_integrity(self) -> None:

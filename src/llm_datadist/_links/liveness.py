@@ -74,7 +74,7 @@ class Heartbeat:
         else:
             if silence > _SUSPECT_SECONDS and link.silent():
                 logger.warning("%s has been silent for %.1f s", link.peer, silence)
-            link.send(Beat(self.count))
+            link.send(Beat(self.count, *link.moved_alone()))
             if silence > 2 * self._period:
                 link.ping()  # the peer's heartbeat may be slower
             if link.renewal is not None and self._max_link_age is not None:

@@ -51,8 +51,8 @@ _UNLINK_MS: Final = 1000
 _ANSWER_MS: Final = 1000
 #: Wait of the side that gives way for the other's link.
 _CROSSING_POLL_MS: Final = 50
-#: Beats, and answers that hold nothing, if late.
-_IGNORED: Final = messages.Beat, Failed, UnlinkAck, GrantedOnly, Located, Verified, ClaimOver, Answer
+#: Answers that hold nothing, if late.
+_IGNORED: Final = Failed, UnlinkAck, GrantedOnly, Located, Verified, ClaimOver, Answer
 
 
 class LinkManager:
@@ -77,9 +77,10 @@ class LinkManager:
         self.endpoint = endpoint
         self._on_end = on_end
         self._handlers: dict[type[messages.Message], Callable[[Link, Any], None]] = {
+            messages.Beat: Link.peer_moved,
             messages.Ping: lambda link, message: link.tell(messages.Pong(message.id)),
             messages.Pong: self._on_pong,
-            messages.UnlinkRequest: lambda link, message: link.peer_unlinks(message.id),
+            messages.UnlinkRequest: Link.peer_unlinks,
             messages.UnlinkCancel: self._on_unlink_cancel,
             messages.Authenticate: self._on_renewal,
             messages.Authenticated: self._on_renewal,
@@ -501,7 +502,7 @@ class LinkManager:
             if force:
                 link.say_goodbye()
             else:
-                link.request(messages.UnlinkRequest, deadline, what, "unlink")
+                link.request(link.goodbye, deadline, what, "unlink")
         except BaseException as error:
             if isinstance(error, LLMException) and not isinstance(error, DeadlineExceeded):
                 logger.info("%s: %s", what, named(error))  # a broken link is unlinked too

@@ -181,9 +181,14 @@ class Linked(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Either side: heartbeat, every second or more often."""
+    """Either side: heartbeat, every second or more often.
+
+    ``read`` and ``written``: bytes that the sender has moved over this link so far, except by tcp.
+    """
 
     count: Id
+    read: Id = 0
+    written: Id = 0
 
 
 class Ping(Numbered, frozen=True):
@@ -207,7 +212,10 @@ class Authenticated(Message, frozen=True):
 
 
 class UnlinkRequest(Numbered, frozen=True):
-    """Either side: answered by :class:`UnlinkAck` once the receiver's own operations are done."""
+    """As :class:`Beat`; answered by :class:`UnlinkAck` once the receiver's own operations are done."""
+
+    read: Id = 0
+    written: Id = 0
 
 
 class UnlinkAck(Numbered, frozen=True):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Oldest and newest protocol version of this build; each minor release after 0.2.0 speaks that of the one before.
 VERSIONS: Final = (11, 12)
+#: First version whose peers report the bytes that they have moved.
+REPORTS: Final = 12
 READS_BY_KEY: Final = "reads-by-key"
 QUESTIONS: Final = "questions"
 GRANTED_ONLY: Final = "granted-only"

@@ -569,6 +569,9 @@ class ReplyCache:
 
         With ``lent`` only for these blocks. A full table is emptied first.
         """
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of all replies, kept or not: sent, and received. Those of a reply that failed do not count."""
 
     def __len__(self) -> int: ...
 

@@ -268,7 +268,17 @@ class Connection(AbstractContextManager["Connection"]):
         """Serve the peer of ``link`` from now on. Raises LinkRefused during finalize."""
 
     def usage(self) -> Usage:
-        return Usage(self._read.nbytes, self._written.nbytes)
+        return Usage(*self.moved)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that this side has read and written."""
+        return self._read.nbytes, self._written.nbytes
+
+    @property
+    def served(self) -> tuple[int, int] | None:
+        """Bytes that the peer has read and written here, if this side counts them; else the peer reports its own."""
+        return None
 
     def peer_ended(self) -> bool:
         """Return True once the peer's process has certainly ended or this is closed."""

@@ -128,6 +128,7 @@ public:
         Request* request = asked(Kind::read, reply.id);
         if (request == nullptr) return;
         request->answered = true;
+        request->payload_bytes = reply.payload->total();
         Frame frame{Kind::data, reply.id, encode_header({Kind::data, reply.id, 0, reply.payload->total()})};
         frame.payload = std::move(reply.payload);
         frame.guards = std::move(reply.guards);
@@ -182,7 +183,7 @@ private:
     struct Request {
         Kind kind;
         std::uint64_t meta_bytes;
-        std::uint64_t payload_bytes;
+        std::uint64_t payload_bytes;  // of a READ, once it is served
         bool answered = false;
     };
 
@@ -271,6 +272,8 @@ private:
             accepted_.reset();
             if (accepted.status == good && !accepted.reply.guards.current()) accepted.status = torn;
             const std::string& failure = accepted.reply.payload->failure();
+            if (replies_ && accepted.status == good && failure.empty())
+                replies_->count(true, accepted.reply.payload->total());
             failure.empty() ? push_status(accepted.reply.id, accepted.status)
                             : push_result(accepted.reply.id, torn, failure);
         }
@@ -407,6 +410,8 @@ private:
         }
         const auto found = requests_.find(frame.id);
         if (found == requests_.end()) return;
+        if (replies_ && frame.kind == Kind::data && frame.status == good)
+            replies_->count(false, found->second.payload_bytes);
         their_meta_bytes_ -= found->second.meta_bytes;
         requests_.erase(found);
     }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -170,7 +171,12 @@ public:
         return replies_.size();
     }
 
+    // Counts the payload of a reply that has ended well.
+    void count(bool write, std::uint64_t bytes) { (write ? received_ : sent_) += bytes; }
+    std::pair<std::uint64_t, std::uint64_t> moved() const { return {sent_, received_}; }
+
 private:
+    std::atomic<std::uint64_t> sent_{0}, received_{0};  // also by lanes that are lost since
     mutable std::mutex mutex_;
     std::map<std::pair<bool, std::string>, std::shared_ptr<const CachedReply>> replies_;
 };

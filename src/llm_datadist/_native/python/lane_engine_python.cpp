@@ -299,6 +299,7 @@ void bind_lanes(nb::module_& m) {
     nb::class_<ReplyCache>(m, "ReplyCache", nb::is_final())
         .def(nb::init<>())
         .def("keep", &py_keep, "handle"_a, "write"_a, "tensors"_a, "guards"_a, "tag"_a, "lent"_a.none() = nb::none())
+        .def_prop_ro("moved", &ReplyCache::moved)
         .def("__len__", &ReplyCache::size);
 
     nb::class_<LaneEngine>(m, "LaneEngine", nb::is_final())

@@ -158,6 +158,10 @@ class TcpConnection(ServedConnection):
     def begin(self, link: object) -> None:
         self.group.begin(link)
 
+    @property
+    def served(self) -> tuple[int, int]:
+        return self.group.replies.moved
+
     def abort(self) -> None:
         super().abort()
         self.group.close()  # running calls wait for their jobs, which end with the lanes

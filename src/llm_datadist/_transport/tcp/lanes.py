@@ -187,7 +187,7 @@ class LaneGroup:
         self.owner = owner
         self.link: object = None  # opaque here; None until the group begins
         self.token = token  # admits lanes of the peer; empty if this side dials
-        self.replies = ReplyCache()  # memory that the peer may use without asking the owner again
+        self.replies = ReplyCache()  # memory that the peer may use without asking again, and bytes that it has moved
         self.secret = b""  # encrypts the lanes, unless empty; set before the peer gets the token
         self.doubts = [0]  # newest lane with a write that ended without the owner's answer; lanes count from 1
         self.told = 0, 0  # newest lane when the owner was last told to drop all, and the Ping after that

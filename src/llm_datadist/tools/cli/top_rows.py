@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _IDS: Final = {"cluster", "of", "peer"}  # columns
 _DIGITS: Final = 4
+_MOVED: Final = ("read", "written", "served", "received")
 NOTHING: Final = "no LLMDataDist of this user runs on this host"
 
 
@@ -63,13 +64,15 @@ def link_rows(found: list[Instance], rates: Rates) -> Rows:
     """Return a row for each link."""
     rows = []
     for instance, each in _each(found, "links"):
-        peer, moved = each["remote_cluster_id"], (each["read_bytes"], each["written_bytes"])
+        peer, moved = each["remote_cluster_id"], {name: each.get(f"{name}_bytes") for name in _MOVED}
         row = {"of": str(instance["cluster_id"]), "peer": str(peer)}
-        grown = rates.of((instance["pid"], instance["cluster_id"], peer), instance["published_at"], *moved)
-        row |= zip(("GB/s read", "GB/s written"), map(_gigabytes, grown), strict=False)
-        row |= {"state": each["state"], "over": each["transport"], "release": each["peer_release"]}
-        row |= {"read": _size(moved[0]), "written": _size(moved[1]), "pid": str(instance["pid"])}
-        rows.append(row | {"role": each["peer_role"]})
+        key, totals = (instance["pid"], instance["cluster_id"], peer), (nbytes or 0 for nbytes in moved.values())
+        grown = zip(moved, rates.of(key, instance["published_at"], *totals), strict=False)
+        speeds = [(f"GB/s {name}", "-" if moved[name] is None else _gigabytes(rate)) for name, rate in grown]
+        row |= speeds[:3]  # the fourth is beyond 80 columns
+        row |= {"state": each["state"], "over": each["transport"], "release": each["peer_release"]} | dict(speeds[3:])
+        row |= {name: "-" if nbytes is None else _size(nbytes) for name, nbytes in moved.items()}
+        rows.append(row | {"pid": str(instance["pid"]), "role": each["peer_role"]})
     return rows
 
 
