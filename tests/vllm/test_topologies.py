@@ -273,6 +273,21 @@ def test_two_restarts_of_the_prefill_server(started: Servers, asked: Asked) -> N
     assert run.counts["clean error"] >= 2, "the dead servers' references were not used"
 
 
+def test_a_prefill_server_that_is_asked_to_end_lets_its_offers_be_fetched(started: Servers, asked: Asked) -> None:
+    prompt, expected = asked.prompts[4], asked.expected[4]
+    drains = {"options": (*ALONE, "--shutdown-timeout", "90")}  # by default vLLM kills its engine
+    prefill, decode = two(started, there=drains)
+    assert fetched(prefill, decode, prompt) == (200, expected)  # a draining one takes no new links
+    params = offer_of(prefill, prompt)
+    prefill.process.terminate()
+    while "EngineCore: start mode=drain" not in prefill.log.read_text(errors="replace"):
+        time.sleep(0.1)
+    status, _, choice = answer(decode, prompt, kv_transfer_params=params)
+    assert (status, choice.get("token_ids")) == (200, expected)
+    assert prefill.process.wait(60) == 0
+    assert "is given up" not in prefill.log.read_text(errors="replace")
+
+
 def test_beside_another_connector_in_a_multi_connector(started: Servers, asked: Asked, tmp_path: Path) -> None:
     folders = [tmp_path / role for role in ("prefill", "decode")]
     others = [Connector("ExampleConnector", extra={"shared_storage_path": str(each)}) for each in folders]
