@@ -9,7 +9,7 @@ PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-chec
 NATIVE := CMakeLists.txt cmake/exports.map $(wildcard $(addprefix src/llm_datadist/_native/,*.hpp $(addprefix */,*.c *.cpp *.h *.hpp *.ptx)))
 
 .PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-cuda-abi test-deploy test-site test-store wheels test-wheels asan model faults \
-	trials brittle mutation test-ptx gpu-check \
+	trials brittle mutation soak test-ptx gpu-check \
 	bench compare lint docs release clean
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make example-hf  Hugging Face transformers: generate() split over two processes, over shm and tcp (HF='--transport tcp')"
 	@echo "make test   the tests, by several processes (WORKERS=0: by one); TEST='tests/unit -k allocator' only those, by one"
 	@echo "make faults the long campaign of faults, ten minutes, then fuzzing (FAULTS='--secure --seconds 60 --seed 1' FRAMES=100000)"
+	@echo "make soak   the service of the examples under faults for twenty minutes, and its memory by the minute (SOAK=3600: seconds)"
 	@echo "make asan   the native code under the address, undefined-behaviour and thread sanitizers (ASAN=--quick: only the tests of the native code)"
 	@echo "make model  the protocols that depend on memory order, under the Relacy Race Detector; under a minute"
 	@echo "make bench  this library beside memcpy, NIXL, Mooncake and torch, under ten minutes (BENCH='pull --transport tcp')"
@@ -154,6 +155,11 @@ brittle: $(FULL_VENV)/.library
 $(VENV)/.mutation: $(STAMP)
 	@$(PIP) 'open-datadist[mutation]'
 	@touch $@
+
+# The service of the examples, whose processes are ended, stopped and upgraded all the time; seconds.
+SOAK ?= 1200
+soak: $(STAMP)
+	@LLM_DATADIST_SOAK=$(SOAK) $(BIN)/python -m pytest -s tests/integration/test_service.py
 
 # A few mutants of each module, others every day.
 MUTATION ?= --sample 3 --seed $(shell date +%j) --time 1200

@@ -21,6 +21,7 @@ NEXT: Final = VERSIONS[1] + 1
 #: Copies of this tree: their versions and features.
 COPIES: Final = {
     "newer": ((VERSIONS[0], NEXT), [*FEATURES, "of-a-later-release"]),
+    "older": ((VERSIONS[0], VERSIONS[1] - 1), FEATURES),
     "plain": (VERSIONS, []),
     "far": ((NEXT, NEXT), FEATURES),
 }

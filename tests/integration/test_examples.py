@@ -21,6 +21,7 @@ pytestmark = pytest.mark.covers(
     "examples/pull_from_cache_to_blocks.py",
     "examples/push_blocks.py",
     "examples/push_cache.py",
+    "examples/service.py",
     "examples/store.py",
     "examples/switch_role.py",
     "examples/transfer_cache_async.py",
@@ -40,6 +41,10 @@ PRINTED: Final = {
     ),
     "pull_blocks": (r"decoder: pulled blocks \[2, 3\] over (shm|cma|tcp)",),
     "pull_cache": ("decoder: a second pull of request 0: LLM_KV_CACHE_NOT_EXIST", "prompt: 0 bytes of caches are left"),
+    "service": (
+        "prefill-0: drained, nothing is left",
+        "client: 120 right answers; prefill-0 was replaced meanwhile",
+    ),
     "store": (
         "first: saved 4 blocks",
         "second: found 4 of 5 blocks",
