@@ -157,7 +157,8 @@ def test_once_as_tables_of_every_width_has_the_figures_of_the_json(
     for cells, (each, link) in zip(shown["links"], links, strict=True):
         assert (cells["of"], cells["peer"]) == (f"{each['cluster_id']}", f"{link['remote_cluster_id']}")
         assert (cells["state"], cells["over"]) == (link["state"], link["transport"])
-        assert (cells["release"], cells["role"]) == (link["peer_release"], link["peer_role"])
+        role = cells.get("role") if width == 80 else cells["role"]  # at 80 it is left out, and said to be
+        assert (cells["release"], role or link["peer_role"]) == (link["peer_release"], link["peer_role"])
         names = ("read", "written", "served", "received")
         assert [_bytes(cells[name]) for name in names] == pytest.approx([link[f"{name}_bytes"] for name in names])
     assert sorted(cells["served"] for cells in shown["links"]) == ["0 B", "12.0 KiB"], "the owner's row has its bytes"
