@@ -448,6 +448,7 @@ def test_encrypted_streams_have_own_keys_and_new_nonces_and_another_key_is_an_er
         wrong.connect(facts | {"keys": [bytes(32).hex()] * 4})
     wrong.stop()
     source.stop()
+    assert not any(each.name.startswith("bench-stream") for each in threading.enumerate())
 
 
 def test_a_lost_source_is_told() -> None:

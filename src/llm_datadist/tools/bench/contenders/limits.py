@@ -11,10 +11,10 @@ import os
 import secrets
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -254,16 +254,16 @@ class TcpRaw(Contender):
                 self._reno = True
             except OSError:  # the system refuses it
                 self._reno = False
+        self._threads = ThreadPoolExecutor(max(self.streams), "bench-stream")
         if self.role is Role.DESTINATION:
             return {}
         self._listener = socket.create_server((HOST, 0))
-        self._threads = ThreadPoolExecutor(max(self.streams), "bench-stream")
-        self._served = [self._threads.submit(self._serve) for _ in range(max(self.streams))]
+        for _ in self._keys:
+            self._threads.submit(self._serve)
         return {"port": self._listener.getsockname()[1], "keys": [key.hex() for key in self._keys]}
 
     def connect(self, facts: Facts) -> Facts:
         self._keys = [bytes.fromhex(key) for key in facts["keys"]]
-        self._threads = ThreadPoolExecutor(max(self.streams) - 1, "bench-stream")
         for number in range(max(self.streams)):
             self._streams.append(stream := socket.socket())
             self._prepare(stream)
@@ -319,16 +319,15 @@ class TcpRaw(Contender):
         return bool(self.destination_views)
 
     def stop(self) -> None:
-        if self.role is Role.SOURCE:
-            self._stopping = True
-            # A close would not wake a thread that waits in accept or recv.
-            for each in chain([self._listener], self._streams):
-                with suppress(OSError):  # the peer shut it down first
-                    each.shutdown(socket.SHUT_RDWR)
-            wait(self._served)
-            self._listener.close()
-        for stream in self._streams:
-            stream.close()
+        self._stopping = True
+        sockets = [*self._streams, *([self._listener] if self.role is Role.SOURCE else [])]
+        # A close would not wake a thread that waits in accept or recv.
+        for each in sockets:
+            with suppress(OSError):  # the peer shut it down first
+                each.shutdown(socket.SHUT_RDWR)
+        self._threads.shutdown()
+        for each in sockets:
+            each.close()
 
     def _prepare(self, stream: socket.socket) -> None:
         bound = struct.pack("ll", _STREAM_S, 0)
