@@ -674,13 +674,13 @@ async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Status
     return (await workers.run(pending, budget_ms)).tell()
 
 
-def drain(life: Life, timeout_ms: int) -> Leftover:
-    """Do what :meth:`LLMDataDist.drain` says."""
+def drain(life: Life, timeout_ms: int, busy: Callable[[], bool] = bool) -> Leftover:
+    """Do what :meth:`LLMDataDist.drain` says; links stay while ``busy``."""
     engine = life.require_engine("drain")
     require_outermost("drain")
     check_timeout(timeout_ms, "timeout_ms")
     with engine.meters.call("drain"):
-        return draining.drain(engine, Deadline(timeout_ms, cancellable=True))
+        return draining.drain(engine, Deadline(timeout_ms, cancellable=True), busy)
 
 
 def tear_down(instance: LLMDataDist) -> None:
