@@ -437,9 +437,9 @@ class LLMDataDist:
         """Take no new work, and leave peers once they need no more, so that ``finalize`` cuts nothing. An extension.
 
         From now on peers' and own links, communicators, grants, and claims that would wait for a grant are refused: a
-        LinkError with ``retryable`` that says "draining". Pulls by key, and under grants that there are, go on. Once no
-        key waits for a pull, no grant is active and no layer-wise transfer runs, each peer lets its operations end, and
-        agrees to unlink: it counts no loss, and does not dial again. This lasts until ``finalize``.
+        LinkError with ``retryable`` that says "draining". Pulls by key, and under grants that there are, go on. Once
+        every key is consumed or removed, no grant is active and no layer-wise transfer runs, each peer lets its
+        operations end, and agrees to unlink: it counts no loss, and does not dial again. It lasts until ``finalize``.
 
         Returns:
             What is left after ``timeout_ms``, false if nothing is. If keys, grants or transfers are, all links stay.
