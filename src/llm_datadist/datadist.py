@@ -437,9 +437,9 @@ class LLMDataDist:
         """Take no new work, and leave peers once they need no more, so that ``finalize`` cuts nothing. An extension.
 
         From now on peers' and own links, communicators, grants, and claims that would wait for a grant are refused: a
-        LinkError with ``retryable`` that says "draining". Pulls by key, and under grants that there are, go on. Once no
-        key waits for a pull, no grant is active and no layer-wise transfer runs, each peer lets its operations end, and
-        agrees to unlink: it counts no loss, and does not dial again. This lasts until ``finalize``.
+        LinkError with ``retryable`` that says "draining". Pulls by key, and under grants that there are, go on. Once
+        every key is consumed or removed, no grant is active and no layer-wise transfer runs, each peer lets its
+        operations end, and agrees to unlink: it counts no loss, and does not dial again. It lasts until ``finalize``.
 
         Returns:
             What is left after ``timeout_ms``, false if nothing is. If keys, grants or transfers are, all links stay.
@@ -674,13 +674,13 @@ async def _awaited(workers: Workers, pending: Pending, budget_ms: int) -> Status
     return (await workers.run(pending, budget_ms)).tell()
 
 
-def drain(life: Life, timeout_ms: int) -> Leftover:
-    """Do what :meth:`LLMDataDist.drain` says."""
+def drain(life: Life, timeout_ms: int, busy: Callable[[], bool] = bool) -> Leftover:
+    """Do what :meth:`LLMDataDist.drain` says; links stay while ``busy``."""
     engine = life.require_engine("drain")
     require_outermost("drain")
     check_timeout(timeout_ms, "timeout_ms")
     with engine.meters.call("drain"):
-        return draining.drain(engine, Deadline(timeout_ms, cancellable=True))
+        return draining.drain(engine, Deadline(timeout_ms, cancellable=True), busy)
 
 
 def tear_down(instance: LLMDataDist) -> None:

@@ -247,7 +247,7 @@ class Leftover:
     """What ``drain()`` has left, for ``finalize`` to cut; false if there is nothing.
 
     Attributes:
-        keys: Keys that wait for a pull, as text.
+        keys: Keys of allocated rows that nothing has consumed, as text; with remote cache access no pull consumes one.
         grants: Active grants; their readers may still pull.
         tasks: Layer-wise transfers that run.
         links: Peers that have not agreed to unlink, because they transfer or do not answer.

@@ -1,8 +1,10 @@
 """drain(): what is refused, what still runs, what is left, and what peers see of it."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from llm_datadist import (
 )
 from llm_datadist.views import tensor_views
 from tests.support.moves import wait_until
+from tests.support.probe import Probe, socket_of
 
 pytestmark = pytest.mark.covers("LLMDataDist: drain finalize link_clusters")
 
@@ -189,6 +192,21 @@ def test_pulls_that_run_are_not_cut(prompt: LLMDataDist, decoder: LLMDataDist, l
             each.result(20)
     assert phases == {None}  # no byte had moved
     sees_no_loss(decoder)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_lost_link_is_dialled_no_more(prompt: LLMDataDist, decoder: LLMDataDist, link: PeerLink, when: str) -> None:
+    decoder.cache_manager.allocate_cache(DESC, [CacheKey(2, req_id=7)])
+    if when == "meanwhile":
+        assert decoder.drain(SHORT).links == (1,)
+    Probe(prompt).engine.links.listen(None, even_if_linked=True)
+    with suppress(OSError):  # the other side may have read the end
+        socket_of(Probe(decoder).link(1)).shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: decoder.statistics().lost_peers == ((1, "connection"),))
+    if when == "before":
+        wait_until(lambda: len(decoder.statistics().redials) == 1)
+        assert decoder.drain(SHORT).links == ()
+    wait_until(lambda: decoder.statistics().redials == ())
 
 
 def test_after_finalize_another_init_works(prompt: LLMDataDist, decoder: LLMDataDist, link: PeerLink) -> None:

@@ -16,7 +16,7 @@ import pytest
 from faults.gated import watch_there
 from faults.strangers import Stranger
 from llm_datadist import BlocksCacheKey, CacheKeyByIdAndIndex, LLMStatusCode, errors
-from llm_datadist._links.messages import Claim, Claimed, ClaimEnded
+from llm_datadist._links.messages import Claim, Claimed, ClaimEnded, Failed
 from llm_datadist._transfer import grants
 from llm_datadist.errors import CacheMismatch, CacheNotFound, DeadlineExceeded, GrantEnded, ParamError, StateError
 from llm_datadist.metrics import GrantStatistics
@@ -465,6 +465,34 @@ def test_what_is_wrong_with_a_claim_or_a_pull_is_said(local_pair: Pair, monkeypa
 
 def told(link: Mock) -> list[Any]:
     return [call.args[0] for call in link.tell.call_args_list]
+
+
+def _watch_answers(world: World) -> None:
+    """Keep whether the lock of the grants was free while a claim was answered: sending may log, or end the link."""
+    free = world.memory.setdefault("free", [])
+    lock = world.probe.engine.grants._lock  # noqa: SLF001 (who holds it is what is asked)
+
+    def watch(name: str, _: object, details: tuple[Any, ...]) -> None:
+        if name == "send" and isinstance(details[0], (Claimed, Failed)):
+            free.append(lock.acquire(blocking=False))
+            if free[-1]:
+                lock.release()
+
+    watch_there(world, watch)
+
+
+def _was_free(world: World) -> list[bool]:
+    return list(world.memory["free"])
+
+
+def test_claims_are_answered_without_a_lock(shm_pair: Pair) -> None:
+    both(shm_pair)
+    token = shm_pair.prompt.do(give, [1, 2])
+    shm_pair.prompt.do(_watch_answers)
+    shm_pair.decoder.do(claim, token)
+    with pytest.raises(DeadlineExceeded, match="no such grant is known there yet"):
+        shm_pair.decoder.do(claim, TOKEN, 1, 1, False)
+    assert shm_pair.prompt.do(_was_free) == [True, True]
 
 
 def test_waiting_claims_are_bounded_late_ones_given_back(local_pair: Pair) -> None:

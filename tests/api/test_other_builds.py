@@ -79,6 +79,20 @@ def test_both_sides_know_release_and_role_of_the_other_unless_it_is_older(
         assert decoder.do(_who) == [there, ("", "") if older is wire.Welcome else here]
 
 
+def _be_of(_: World, version: str) -> None:
+    llm_datadist.__version__ = version
+
+
+def test_a_long_version_is_cut(tcp_pair: Pair) -> None:
+    prompt, decoder = tcp_pair.start(linked=False)
+    own = f"0.2.0+{'local.' * 20}"
+    for end in (prompt, decoder):
+        end.do(_be_of, own)
+    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+    assert prompt.do(_who) == [(own, "PROMPT"), (own[:64], "DECODER")]
+    assert decoder.do(_who) == [(own, "DECODER"), (own[:64], "PROMPT")]
+
+
 @pytest.mark.parametrize("lacking", ["nobody", "dialer", "listener"])
 def test_a_peer_without_reads_by_key_is_asked_where_each_row_is(tcp_pair: Pair, lacking: str) -> None:
     prompt, decoder = tcp_pair.start(linked=False)

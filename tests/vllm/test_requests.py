@@ -23,6 +23,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
+from llm_datadist._native.public_call import public_call
+from llm_datadist.datadist import Life
 from llm_datadist.errors import LinkError, ParamError
 from llm_datadist.integrations.references import ReferenceKeys, runtime_secret_file
 from llm_datadist.integrations.vllm import LLMDataDistConnector, engines, identity, rank, worker
@@ -608,6 +610,20 @@ def test_an_engine_that_ends_waits_a_while_for_its_offers(
     assert ("after 100 ms this is given up" in caplog_vllm.text) is not fetched
     if not fetched:
         assert not decode.fetched("offered", params, [6, 4, 5])
+
+
+def test_a_time_for_offers_that_is_none_is_refused_before_anything_starts(make: Callable[..., Engine]) -> None:
+    before = len(Life.all)
+    with pytest.raises(ParamError, match="drain_ms=-1: milliseconds above 0"):
+        make("prefill", drain_ms=-1)
+    assert len(Life.all) == before
+
+
+def test_an_engine_that_a_finalizer_ends_waits_for_nothing(make: Callable[..., Engine]) -> None:
+    prefill = make("prefill", drain_ms=60_000)
+    offered(prefill, "offered", [1, 2, 3])
+    public_call(prefill.worker.stop)()
+    assert prefill.worker.datadist not in Life.all
 
 
 def test_engines_that_are_gone_are_forgotten_with_their_threads_once_another_comes(

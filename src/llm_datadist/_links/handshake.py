@@ -86,7 +86,7 @@ class Endpoint:
             "transport": self.transports.asked,
             "nonce": secrets.token_bytes(16),
             "share": b"" if self.credentials is None else new_share(),
-            "release": release(),
+            "release": release()[:64],  # as a Name; a local version may be longer
             "role": self.role(),
         }
 

@@ -86,8 +86,8 @@ class LinkManager:
             messages.Authenticated: self._on_renewal,
             **handlers,
         }
-        self._table = LinkTable(endpoint.transports.exports.incarnation, options.max_links)
-        self.note, self.all, self.peek = self._table.note, self._table.all, self._table.get
+        table = self._table = LinkTable(endpoint.transports.exports.incarnation, options.max_links)
+        self.note, self.all, self.peek, self.refuse_new = table.note, table.all, table.get, table.refuse_new
         self.listener: Listener | None = None
         self._started = False
         self._lost: dict[str, Meter] = {}  # by kind
@@ -122,12 +122,9 @@ class LinkManager:
             self._control.call(self._listen, None)
 
     def stop_linking(self, why: str) -> None:
-        """Make no link any more; the others stay."""
+        """Make no link any more, and dial no lost one; the others stay."""
         self._table.refuse(why)
-
-    def refuse_new(self) -> None:
-        """Raise LinkRefused after :meth:`stop_linking`."""
-        self._table.refuse_new()
+        self._reconnector.drop(lambda _: True)
 
     def abandon(self) -> None:
         """In a forked child, without locks: close copies of sockets."""
@@ -270,6 +267,7 @@ class LinkManager:
 
     def _reconnect(self, reconnect: Reconnect, deadline: Deadline) -> None:
         """Dial a lost link once. On the reconnector's thread."""
+        self._table.refuse_new(reconnected=True)
         present, made = self._dial(None, reconnect.address, deadline, reconnect, incarnation=reconnect.peer.incarnation)
         if not made and present.origin.sequence <= reconnect.sequence:
             raise LinkRefused("the lost link is still ending")

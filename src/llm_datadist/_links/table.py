@@ -204,8 +204,7 @@ class LinkTable:
     def refuse_new(self, *, reconnected: bool = False) -> None:
         """Raise LinkRefused once :meth:`refuse` was called; a reconnect is told that it need not try again."""
         if self._refused:
-            final = LLMStatusCode.LLM_NOT_YET_LINK if reconnected else None
-            raise LinkRefused(self._refused, status_code=final)
+            raise LinkRefused(self._refused, status_code=LLMStatusCode.LLM_NOT_YET_LINK if reconnected else None)
 
     def check_integrity(self) -> None:
         with self._changed:

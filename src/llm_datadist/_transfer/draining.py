@@ -16,6 +16,8 @@ from llm_datadist.errors import LLMException
 from llm_datadist.metrics import Leftover
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from llm_datadist._deadline import Deadline
     from llm_datadist._links.link import Link
     from llm_datadist._transfer.engine import Engine
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
 _THREADS: Final = 128  # links that end at once: a silent peer must not use the time of the next
 
 
-def drain(engine: Engine, deadline: Deadline) -> Leftover:
-    """Return what is left at the deadline. Errors as :meth:`LLMDataDist.drain`."""
+def drain(engine: Engine, deadline: Deadline, busy: Callable[[], bool]) -> Leftover:
+    """Return what is left at the deadline; links stay while ``busy``. Errors as :meth:`LLMDataDist.drain`."""
     why = f"cluster {engine.cluster_id} is draining"
     engine.links.stop_linking(f"{why}: it takes no new links; another instance may")
     engine.grants.refuse(f"{why}: it lends no more blocks")
-    if deadline.poll(lambda: not _left(engine).promised):
+    if deadline.poll(lambda: not (busy() or _left(engine).promised)):
         _leave(engine, deadline)
     return _left(engine)
 
@@ -50,6 +52,5 @@ def _leave(engine: Engine, deadline: Deadline) -> None:
         with suppress(LLMException):  # DeadlineExceeded: the link is left
             engine.links.unlink(link.peer.cluster_id, deadline, force=False)
 
-    if links := engine.links.all():
-        with Threads(min(_THREADS, len(links)), "llm-datadist-link") as threads:
-            wait_all([threads.share(unlink, each) for each in links], deadline.cancel)
+    with Threads(_THREADS, "llm-datadist-link") as threads:
+        wait_all([threads.share(unlink, each) for each in engine.links.all()], deadline.cancel)

@@ -293,18 +293,20 @@ class Grants:
             self._policy.require(link, "pull")
             with self._lock:
                 if token in self._given or token in self._ended or self._closed:
-                    link.tell(self._claim(link, message))
+                    answer = self._claim(link, message)
+                else:
+                    self._refuse_new()
+                    if not message.budget_ms:
+                        raise DeadlineExceeded("no such grant is known there yet")
+                    if self._waiting_of[link] >= MAX_WAITING:
+                        raise LinkError(f"{MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
+                    until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
+                    self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
+                    self._waiting_of[link] += 1
                     return
-                self._refuse_new()
-                if not message.budget_ms:
-                    raise DeadlineExceeded("no such grant is known there yet")
-                if self._waiting_of[link] >= MAX_WAITING:
-                    raise LinkError(f"{MAX_WAITING} claims wait already", status_code=LLMStatusCode.LLM_LINK_BUSY)
-                until = time.monotonic() + min(message.budget_ms / 1e3, _MAX_WAIT_S)
-                self._waiting.setdefault(token, []).append(_Waiting(link, message, until))
-                self._waiting_of[link] += 1
         except LLMException as refusal:
-            link.tell(failed(message.id, refusal))
+            answer = failed(message.id, refusal)
+        link.tell(answer)  # without the lock: its failure may log, or end the link
 
     def _claim(self, link: Link, claim: Claim) -> Message:
         """Under the lock: answer a claim of an active or ended grant."""

@@ -40,7 +40,7 @@ class Savers:
         self._waiting: dict[str, dict[Name, deque[Job]]] = {}
         self._running: dict[Name, str] = {}  # clients with a thread, and their origins
         self._prompt: dict[Name, None] = {}  # clients whose last job met no deadline, the oldest first
-        self._closed = False
+        self._closed = self._draining = False
         # No executor: that a thread cannot be started shows here, and a store that is not closed ends with its process.
         self._threads: list[threading.Thread] = []
         try:
@@ -58,6 +58,8 @@ class Savers:
         with self._changed:
             if self._closed:
                 raise LLMException("the store ends", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED)
+            if self._draining:
+                raise busy("the store is draining")
             jobs = self._waiting.setdefault(question.origin, {}).setdefault(name, deque())
             if len(jobs) >= _MAX_WAITING:
                 raise busy(f"{_MAX_WAITING} saves of this client wait already")
@@ -68,6 +70,12 @@ class Savers:
         """Return the number of jobs that wait for a thread."""
         with self._changed:
             return sum(len(jobs) for clients in self._waiting.values() for jobs in clients.values())
+
+    def ending(self) -> bool:
+        """Take no more jobs; return True while some have not ended."""
+        with self._changed:
+            self._draining = True
+            return bool(self._waiting or self._running)
 
     def close(self) -> None:
         """Drop waiting jobs, join the threads. Idempotent."""

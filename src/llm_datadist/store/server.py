@@ -200,8 +200,8 @@ class StoreServer(OfProcess, AbstractContextManager["StoreServer"]):
         return port
 
     def drain(self, timeout_ms: int = 10_000) -> Leftover:
-        """Lend nothing more, and let loads and saves end, as :meth:`LLMDataDist.drain`; :meth:`close` must follow."""
-        return drain(life_of(self.datadist), timeout_ms)
+        """Take and lend nothing more, and let loads and saves end, as :meth:`LLMDataDist.drain`; then :meth:`close`."""
+        return drain(life_of(self.datadist), timeout_ms, self._savers.ending)
 
     def close(self) -> None:
         """End all links and give the memory back. Idempotent.

@@ -23,8 +23,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from llm_datadist import CacheDesc, DataType
+from llm_datadist._checks import check_timeout
 from llm_datadist.devices import CudaDevice
-from llm_datadist.errors import LLMException, NotInitialized, OutOfMemory
+from llm_datadist.errors import LLMException, OutOfMemory, StateError
 from llm_datadist.integrations.vllm.identity import identity_of
 from llm_datadist.integrations.vllm.instance import start_instance
 from llm_datadist.integrations.vllm.kinds import describe, is_in_gpu, windows_of
@@ -66,6 +67,8 @@ class Rank:
         self._slots = slots.stop
         sizes = [each.size for each in kv_cache_config.kv_cache_tensors] if option("pool", default=True) else []
         nbytes = self._slots * slot_bytes or max(sizes, default=0)  # vLLM's one allocation
+        self._drain_ms = int(option("drain_ms", 3000))
+        check_timeout(self._drain_ms or 1, "drain_ms")  # 0: no drain
         gpu = gpu_of_rank() if nbytes and is_in_gpu(vllm_config) else None
         self._in_gpu = gpu is not None
         try:
@@ -81,12 +84,11 @@ class Rank:
         self._loads: dict[str, tuple[list[int], list[int]]] = {}  # by request: slots of its transfer, and their blocks
         self._ended: SimpleQueue[tuple[Any, Any]] = SimpleQueue()  # by any thread: what has ended, and how
         self._at_end = ExitStack()
-        self._drain_ms = int(option("drain_ms", 3000))
         self.stats = Stats()
 
     def _drain(self) -> None:
         """Lend nothing more, and let peers' transfers end. Idempotent."""
-        with suppress(NotInitialized):
+        with suppress(StateError):  # not initialized any more, or in a finalizer, which must not wait
             if self._drain_ms and (left := self.datadist.drain(self._drain_ms)):
                 logger.warning("shutdown: after %d ms this is given up: %s", self._drain_ms, left)
 
