@@ -14,6 +14,7 @@ from llm_datadist import (
     CacheDesc,
     CacheKey,
     DataType,
+    DeadlineExceeded,
     LinkError,
     LLMConfig,
     LLMDataDist,
@@ -24,6 +25,8 @@ from llm_datadist import (
     PeerLink,
     StateError,
 )
+from llm_datadist._deadline import Deadline
+from llm_datadist._links.link import LinkState
 from llm_datadist.views import tensor_views
 from tests.support.moves import wait_until
 from tests.support.probe import Probe, socket_of
@@ -192,6 +195,20 @@ def test_pulls_that_run_are_not_cut(prompt: LLMDataDist, decoder: LLMDataDist, l
             each.result(20)
     assert phases == {None}  # no byte had moved
     sees_no_loss(decoder)
+
+
+def test_it_unlinks_a_link_whose_earlier_unlink_gives_up(
+    prompt: LLMDataDist, decoder: LLMDataDist, link: PeerLink
+) -> None:
+    here, there = Probe(prompt).engine.links, Probe(decoder).engine.links
+    with ThreadPoolExecutor() as threads:
+        with there.operation(1):  # so the peer does not agree
+            earlier = threads.submit(here.unlink, 2, Deadline(SHORT), force=False)
+            wait_until(lambda: here.all()[0].state is LinkState.DRAINING or earlier.done())
+            drained = threads.submit(prompt.drain, 20_000)
+            with pytest.raises(DeadlineExceeded):
+                earlier.result()
+        assert not drained.result()
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

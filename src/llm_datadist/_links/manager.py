@@ -488,12 +488,11 @@ class LinkManager:
     def _drain(self, link: Link, deadline: Deadline, *, force: bool) -> None:
         """Wait for operations and, unless forced, the peer. Raises DeadlineExceeded."""
         what, cluster_id = f"unlink of {link.peer}", link.peer.cluster_id
-        if not link.begin_unlink():
-            # Another call, of either side, unlinks it.
-            gone = self._table.wait(lambda: self._table.get(cluster_id) is not link, deadline)
-            if not gone and not force:
-                raise deadline.error(what, "drain", cluster_id)
-            return
+        while not link.begin_unlink():  # it is not ready yet, or another call, of either side, unlinks it or gives up
+            self._table.wait(lambda: link.usable or self._table.get(cluster_id) is not link, deadline)
+            if self._table.get(cluster_id) is not link or (force and deadline.expired()):
+                return
+            deadline.check(what, "drain", cluster_id)
         try:
             if not link.wait_idle(deadline) and not force:
                 raise deadline.error(what, "drain", cluster_id)
