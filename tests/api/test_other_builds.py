@@ -86,11 +86,15 @@ def _be_of(_: World, version: str) -> None:
 def test_a_long_version_is_cut(tcp_pair: Pair) -> None:
     prompt, decoder = tcp_pair.start(linked=False)
     own = f"0.2.0+{'local.' * 20}"
-    for end in (prompt, decoder):
-        end.do(_be_of, own)
-    assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
-    assert prompt.do(_who) == [(own, "PROMPT"), (own[:64], "DECODER")]
-    assert decoder.do(_who) == [(own, "DECODER"), (own[:64], "PROMPT")]
+    try:
+        for end in (prompt, decoder):
+            end.do(_be_of, own)
+        assert decoder.do(link, [info(1, prompt.port)]) == SUCCESS
+        assert prompt.do(_who) == [(own, "PROMPT"), (own[:64], "DECODER")]
+        assert decoder.do(_who) == [(own, "DECODER"), (own[:64], "PROMPT")]
+    finally:
+        for end in (prompt, decoder):
+            end.do(_be_of, llm_datadist.__version__)  # later tests use these processes
 
 
 @pytest.mark.parametrize("lacking", ["nobody", "dialer", "listener"])
