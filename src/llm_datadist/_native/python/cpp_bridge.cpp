@@ -58,16 +58,22 @@ nb::object blocks_of(const char* name, const LldNumbers& numbers) {
     return nb::cast(BlockList(BlockList::Numbers(numbers.data, end)));
 }
 
+nb::object text_of(const char* text) {
+    nb::object made = nb::steal(PyUnicode_FromString(text));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+}
+
 nb::dict options_of(const LldCall& call) {
     nb::dict options;
     for (std::size_t i = 0; i < call.option_count; ++i)
-        options[nb::str(call.options[i].key)] = nb::str(call.options[i].value);
+        options[text_of(call.options[i].key)] = text_of(call.options[i].value);
     return options;
 }
 
 nb::list endpoints_of(const LldEndpoint* ends, std::size_t count) {
     nb::list list;
-    for (std::size_t i = 0; i < count; ++i) list.append(Api::get().IpInfo(nb::str(ends[i].ip), ends[i].port));
+    for (std::size_t i = 0; i < count; ++i) list.append(Api::get().IpInfo(text_of(ends[i].ip), ends[i].port));
     return list;
 }
 

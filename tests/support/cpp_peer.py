@@ -1,0 +1,132 @@
+"""Programs in C++ that link the library: compiled once, and driven by commands over their standard input."""
+
+import hashlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.source import ROOT, compiled
+
+#: Header and library as installed, beside the native module.
+FOLDER: Final = compiled("_native").parent.parent / "cpp"
+PROGRAMS: Final = ROOT / "tests" / "cpp_library"
+COMPILERS: Final = [each for each in ("g++", "clang++") if shutil.which(each)]
+_STRICT: Final = ("-Wall", "-Wextra", "-Werror", "-g")
+#: Under `make asan` the library is sanitized, and its runtime is in every process.
+_SANITIZED: Final = "libasan" in os.environ.get("LD_PRELOAD", "")
+_SECONDS: Final = 60.0
+
+
+def build(source: str, *flags: str, compiler: str = "g++", link: bool = True) -> Path:
+    """Return the program of a source beside the tests, compiled against the installed header; kept between runs."""
+    flags = ("-std=c++14", "-O1", *_STRICT, *flags)
+    if _SANITIZED and "-shared" not in flags:
+        flags += ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+    flags += (f"-I{FOLDER}/include", "-pthread")
+    after = (f"-L{FOLDER}/lib", f"-Wl,-rpath,{FOLDER}/lib", "-lllm_datadist") if link else ()
+    path = Path(source) if Path(source).is_absolute() else PROGRAMS / source
+    made_of = [path, *sorted(FOLDER.rglob("*.h")), *([FOLDER / "lib" / "libllm_datadist.so"] if link else [])]
+    digest = hashlib.sha256(repr((compiler, flags, after)).encode())
+    for each in made_of:
+        digest.update(each.read_bytes())
+    program = ROOT / "build" / "cpp" / f"{path.stem}-{digest.hexdigest()[:16]}"
+    if not program.exists():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        being_made = program.with_suffix(f".{os.getpid()}")  # another process of the tests may make it, too
+        subprocess.run([compiler, *flags, str(path), "-o", str(being_made), *after], check=True)
+        being_made.replace(program)
+    return program
+
+
+class Failed(Exception):
+    """A command that had to succeed did not."""
+
+
+class Peer:
+    """A process of peer.cpp. Its last error stays until another call fails."""
+
+    def __init__(self, **environment: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self.process = subprocess.Popen(
+            [build("peer.cpp")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept | environment, bufsize=0
+        )
+
+    def begin(self, command: str) -> None:
+        """Start a command and return at once; :meth:`finish` waits for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+
+    def finish(self) -> tuple[int, str, str]:
+        """Return (status, result, last error) of the command that was begun."""
+        assert self.process.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self.process.stdout], [], [], _SECONDS)
+            part = os.read(self.process.stdout.fileno(), 1 << 20) if ready else b""
+            if not part:
+                self.process.kill()
+                raise TimeoutError(f"no answer; it ended with {self.process.wait()}")
+            line += part
+        status, text, error = line.decode().rstrip("\n").split("\t")
+        return int(status), text, error
+
+    def do(self, command: str) -> tuple[int, str, str]:
+        """Do a command; return (status, result, last error)."""
+        self.begin(command)
+        return self.finish()
+
+    def ok(self, command: str) -> str:
+        """Do a command that must succeed; return its result."""
+        status, text, error = self.do(command)
+        if status != 0:
+            raise Failed(f"{command}: 0x{status:08x} {error}")
+        return text
+
+    def bytes(self, name: str, tensors: int = 4, rows: int = 8) -> NDArray[np.uint8]:
+        """Return every byte of a cache, of shape (tensors, rows, bytes of a row)."""
+        return np.frombuffer(bytes.fromhex(self.ok(f"bytes {name}")), np.uint8).reshape(tensors, rows, -1)
+
+    def kill(self) -> None:
+        """``kill -9``, and wait until it is gone."""
+        self.process.kill()
+        self.close()
+
+    def exit(self) -> int:
+        """Let it return from main with what it has; return the exit status."""
+        self.begin("exit")
+        return self.close()
+
+    def close(self) -> int:
+        """Close its standard input; return its exit status."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            raise
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
+def init(transport: str, port: int | None = None, **more: str) -> str:
+    """Return the command that initializes a peer with pools of 32 MiB; with a port it listens there."""
+    pool = '{"memory_size":33554432,"page_shift":12}'
+    options = {"DeviceId": "0", "SyncKvCacheWaitTime": "10000", "Transport": transport}
+    options |= {"MemPoolConfig": pool, "HostMemPoolConfig": pool}
+    if port is not None:
+        options["ListenIpInfo"] = f"127.0.0.1:{port}"
+    return " ".join(["init", *(f"llm.{name}={value}" for name, value in (options | more).items())])
+
+
+PYTHON: Final = sys.executable
