@@ -6,8 +6,6 @@
 
 #include <atomic>
 
-#include "python/errand.hpp"
-
 namespace datadist {
 
 // Holds Python's lock during its lifetime; false if the interpreter ends.
@@ -46,7 +44,7 @@ public:
 private:
     // One more Ensure than Release, so that later pairs find the state.
     struct Keeper {
-        pid_t pid = own_pid;
+        pid_t pid = getpid();
         bool made = PyGILState_GetThisThreadState() == nullptr;
         PyGILState_STATE state{};
 
@@ -57,7 +55,7 @@ private:
         }
         ~Keeper() {
             use = Use::over;
-            if (!made || pid != own_pid || !enter()) return;
+            if (!made || pid != getpid() || !enter()) return;
             PyGILState_Ensure();
             PyGILState_Release(PyGILState_LOCKED);
             PyGILState_Release(state);

@@ -315,11 +315,10 @@ private:
         }
 
         Status RunWith(const CacheIndex& index, const KvCacheExtParam& ext) {
-            const std::pair<int32_t, int32_t>&from = ext.src_layer_range, &to = ext.dst_layer_range;
-            const LldLayers given{{from.first, from.second}, {to.first, to.second}, ext.tensor_num_per_layer};
-            const std::pair<int32_t, int32_t> all(-1, -1);
+            const std::pair<int32_t, int32_t>&a = ext.src_layer_range, &b = ext.dst_layer_range, all(-1, -1);
+            const LldLayers given{{a.first, a.second}, {b.first, b.second}, ext.tensor_num_per_layer};
             peer = {index.cluster_id, index.cache_id, index.batch_index};
-            layers = from == all && to == all && ext.tensor_num_per_layer == 2 ? nullptr : &given;
+            layers = a == all && b == all && ext.tensor_num_per_layer == 2 ? nullptr : &given;
             return Run();
         }
 

@@ -1,0 +1,128 @@
+// The library that C++ programs link, over doubles of the interpreter and of the engine: sixteen threads, and its end.
+#include <map>
+#include <vector>
+
+#include "../../src/llm_datadist/cpp/library.cpp"
+#include "check.hpp"
+#include "llm_datadist/llm_datadist.h"
+#include "python/attached.hpp"
+
+namespace {
+
+std::mutex gil;
+thread_local int ensured = 0;  // more often than released; at 0 the thread's state is freed
+thread_local bool holds = false;
+std::atomic<bool> ended{false};
+std::atomic<int> made{0}, alive{0}, calls{0};
+
+std::map<std::uint64_t, int> counts;  // under the lock
+constexpr std::uint32_t refused = 0x5010B005;
+
+std::uint32_t double_of_engine(LldInstance* instance, const LldCall* call, char* text, std::size_t capacity) {
+    const datadist::Attached attached;
+    if (!attached) {
+        snprintf(text, capacity, "ended");
+        return 0xFFFFFFFF;
+    }
+    ++calls;
+    int& count = counts[instance->cluster_id];
+    switch (call->method) {
+        case LLD_INITIALIZE: instance->object = &count; return 0;
+        case LLD_RELEASE: instance->object = nullptr; return 0;
+        case LLD_PULL_BLOCKS:
+            count += call->src_blocks.data[0] == call->dst_blocks[0].data[0];
+            snprintf(text, capacity, "block %d", static_cast<int>(call->src_blocks.data[0]));
+            return refused;
+        case LLD_LINK: {
+            const std::vector<std::uint64_t> each(call->cluster_count, 7);
+            return call->put(call->to, each.data(), each.size()) != 0 ? 7 : 8;
+        }
+        default: return 0;
+    }
+}
+
+const LldBridge double_bridge{LLM_DATADIST_ABI, &double_of_engine};
+
+void take() {
+    CHECK(!ended);  // a thread that waits for the lock then never comes back
+    gil.lock();
+    holds = true;
+}
+
+void give() {
+    holds = false;
+    gil.unlock();
+}
+
+}  // namespace
+
+extern "C" {
+
+int Py_IsInitialized() { return 1; }
+PyObject* PyImport_ImportModule(const char*) { return reinterpret_cast<PyObject*>(&gil); }
+void* PyCapsule_Import(const char*, int) { return const_cast<LldBridge*>(&double_bridge); }
+PyThreadState* PyGILState_GetThisThreadState() {
+    return ensured > 0 ? reinterpret_cast<PyThreadState*>(&ensured) : nullptr;
+}
+PyGILState_STATE PyGILState_Ensure() {
+    const bool held = holds;
+    if (!held) take();
+    if (ensured++ == 0) ++made, ++alive;
+    return held ? PyGILState_LOCKED : PyGILState_UNLOCKED;
+}
+void PyGILState_Release(PyGILState_STATE before) {
+    if (--ensured == 0) --alive;
+    if (before == PyGILState_UNLOCKED) give();
+}
+PyThreadState* PyEval_SaveThread() {
+    give();
+    return nullptr;
+}
+void PyEval_RestoreThread(PyThreadState*) { take(); }
+
+}  // extern "C"
+
+using namespace llm_datadist;
+
+namespace {
+
+// Calls until they are refused for the interpreter's end.
+void call(LlmDataDist& shared, std::uint64_t i, std::atomic<int>& begun) {
+    LlmDataDist own(100 + i, LlmRole::kMix);
+    CHECK(own.Initialize({{OPTION_DEVICE_ID, "0"}}) == LLM_SUCCESS);
+    CHECK(shared.Initialize({}) == LLM_SUCCESS);
+    ++begun;
+    const std::string mine = "block " + std::to_string(i);
+    while (true) {
+        std::vector<Status> rets;
+        const Status linked = own.LinkLlmClusters({{}, {}}, rets);
+        CHECK(linked == LLM_FAILED || (linked == 7 && rets == std::vector<Status>(2, 7)));
+        const Status pulled = shared.PullKvBlocks({}, {}, {i}, {i});
+        CHECK(pulled == LLM_FAILED || (pulled == refused && LastError() == mine));
+        if (pulled == LLM_FAILED) break;
+        std::thread([&] { shared.PullKvBlocks({}, {}, {99}, {99}); }).join();
+    }
+    CHECK(std::string(LastError()) == "ended");
+}
+
+}  // namespace
+
+int main() {
+    end_if_it_hangs();
+    LlmDataDist shared(1, LlmRole::kMix);
+    CHECK(shared.PullKvBlocks({}, {}, {1}, {1}) == LLM_FAILED);  // not loaded: nothing of Python has been called
+    CHECK(made == 0);
+    std::atomic<int> begun{0};
+    std::vector<std::thread> threads;
+    for (std::uint64_t i = 0; i < 16; ++i) threads.emplace_back([&, i] { call(shared, i, begun); });
+    while (begun < 16 || calls < 4000) std::this_thread::yield();
+    PyGILState_Ensure();
+    datadist::Attached::close();
+    ended = true;
+    give();
+    for (std::thread& each : threads) each.join();
+    CHECK(shared.Initialize({}) == LLM_FAILED);
+    CHECK(counts[1] > 16 && made < calls);
+    CHECK(alive <= 18);  // those of threads that have ended before are freed
+    std::printf("%d calls, %d thread states\n", calls.load(), made.load());
+}
