@@ -129,8 +129,14 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
     return RemoteName(cluster, cache_id=remote, row=batch_index)
 
 
+ALL_LAYERS: Final = structs.KvCacheExtParam()
+_ALL: Final = selection(None, None, ALL_LAYERS.tensor_num_per_layer)
+
+
 def layers(name: str, ext_param: object) -> LayerSelection:
     """Return the layers of a transfer (interface R14)."""
+    if ext_param is ALL_LAYERS:  # nobody can have changed it
+        return _ALL
     ext = check_type(name, ext_param, structs.KvCacheExtParam)
     per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
     check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")

@@ -22,7 +22,7 @@ from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist._transfer.meters import log_for_user
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api import arguments
-from llm_datadist.cpp_api.arguments import ARGUMENTS
+from llm_datadist.cpp_api.arguments import ALL_LAYERS, ARGUMENTS
 from llm_datadist.cpp_api.structs import (
     OPTION_DEVICE_ID,
     OPTION_LISTEN_IP_INFO,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from llm_datadist._transfer.linking import Pending
     from llm_datadist.types.descriptors import BlockNumbers
 
-_ALL_LAYERS: Final = KvCacheExtParam()
 _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
 _NOT_INITIALIZED: Final = "this LlmDataDist is not initialised; call Initialize first"
@@ -299,7 +298,7 @@ class LlmDataDist:
         dst_cache: Cache,
         batch_index: int = 0,
         size: int = -1,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``, as ``CacheManager.pull_cache``.
 
@@ -321,7 +320,7 @@ class LlmDataDist:
         dst_cache: Cache,
         src_blocks: BlockNumbers,
         dst_blocks: BlockNumbers,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in order.
 
@@ -347,7 +346,7 @@ class LlmDataDist:
         dst_cache_index: CacheIndex,
         src_batch_index: int = 0,
         size: int = -1,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Push a row of ``src_cache`` into a row of a peer's cache.
 
@@ -374,7 +373,7 @@ class LlmDataDist:
         dst_cache_index: CacheIndex,
         src_blocks: BlockNumbers,
         dst_blocks: BlockNumbers,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in order.
 

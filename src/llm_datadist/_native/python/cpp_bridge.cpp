@@ -31,11 +31,17 @@ struct Api {
                DT_UNDEFINED = module.attr("DT_UNDEFINED"), CacheDesc = module.attr("CacheDesc"),
                Cache = module.attr("Cache"), CacheIndex = module.attr("CacheIndex"),
                ClusterInfo = module.attr("ClusterInfo"), IpInfo = module.attr("IpInfo"),
-               KvCacheExtParam = module.attr("KvCacheExtParam");
+               KvCacheExtParam = module.attr("KvCacheExtParam"),
+               ALL_LAYERS = nb::module_::import_("llm_datadist.cpp_api.arguments").attr("ALL_LAYERS");
 
     static const Api& get() {
         static std::atomic<const Api*> found{nullptr};  // never freed
-        if (found.load() == nullptr) found.store(new Api());
+        if (found.load() == nullptr) {
+            auto* made = new Api();
+            // After what finalizes instances at the exit, so it runs before that: a call may still use their memory.
+            nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Attached::close));
+            found.store(made);
+        }
         return *found.load();
     }
 };
@@ -106,8 +112,7 @@ nb::object index_of(const LldIndex& index) {
 }
 
 nb::object layers_of(const LldLayers* layers) {
-    static const nb::object* all = new nb::object(Api::get().KvCacheExtParam());
-    if (layers == nullptr) return *all;
+    if (layers == nullptr) return Api::get().ALL_LAYERS;
     return Api::get().KvCacheExtParam(nb::make_tuple(layers->src[0], layers->src[1]),
                                       nb::make_tuple(layers->dst[0], layers->dst[1]), layers->tensors_per_layer);
 }
@@ -222,7 +227,7 @@ std::uint32_t status_of(nb::python_error& error) {
 std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* text, std::size_t capacity) noexcept {
     const Attached attached;
     if (!attached) {
-        std::snprintf(text, capacity, "the Python interpreter of this process has ended");
+        std::snprintf(text, capacity, "the Python interpreter of this process ends");
         return call->method == LLD_FINALIZE || call->method == LLD_RELEASE ? success : failed;
     }
     try {
@@ -254,8 +259,6 @@ std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* t
 void bind_cpp(nb::module_& m) {
     static const LldBridge bridge{LLM_DATADIST_ABI, &call_in_python};
     m.attr("cpp_bridge") = nb::steal(PyCapsule_New(const_cast<LldBridge*>(&bridge), LLM_DATADIST_BRIDGE, nullptr));
-    // Imported before what finalizes instances at the exit, so it runs after that: the calls inside end.
-    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Attached::close));
 }
 
 }  // namespace datadist

@@ -9,6 +9,7 @@ import typer
 import llm_datadist
 from llm_datadist.config import TRANSPORT
 from llm_datadist.tools.cli.bench import bench
+from llm_datadist.tools.cli.cpp import cpp
 from llm_datadist.tools.cli.doctor import doctor
 from llm_datadist.tools.cli.keys import keys
 from llm_datadist.tools.cli.size import size
@@ -105,5 +106,11 @@ app.command(
         "llm-datadist doctor --peer 10.0.0.7:26000 --cluster-id 7 --secrets /etc/datadist/secrets",
     )
 )(doctor)
+app.command(
+    epilog=examples(
+        "g++ prompt.cpp $(llm-datadist cpp --cflags --libs) -o prompt",
+        "cmake -Dllm_datadist_DIR=$(llm-datadist cpp --cmake-dir) .",
+    )
+)(cpp)
 app.add_typer(stores, name="store")
 app.add_typer(keys, name="keys")
