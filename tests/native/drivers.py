@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BUILD", "DRIVERS", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
+__all__ = ["BUILD", "DRIVERS", "LIBRARY", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NATIVE: Final = ROOT / "src" / "llm_datadist" / "_native"

@@ -1,0 +1,70 @@
+"""The example in C++ as its user builds and runs it, by each way of finding header and library."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.cpp_peer import FOLDER
+from tests.support.linking import free_port
+from tests.support.source import ROOT, run, run_here
+
+EXAMPLE = ROOT / "examples" / "cpp"
+
+
+def _by_one_line(folder: Path) -> Path:
+    (line,) = re.findall(r"^//   (g\+\+ .*)$", (EXAMPLE / "roles.cpp").read_text(), re.MULTILINE)
+    options = run_here("cpp", "--cflags", "--libs").stdout.strip()
+    asked = "$(llm-datadist cpp --cflags --libs)"
+    assert asked in line
+    shutil.copy(EXAMPLE / "roles.cpp", folder)
+    return _built(folder, line.replace(asked, options))
+
+
+def _by_pkg_config(folder: Path) -> Path:
+    found = f"PKG_CONFIG_PATH={FOLDER}/lib/pkgconfig pkg-config"
+    assert run("sh", "-c", f"{found} --modversion llm_datadist").stdout.strip()
+    return _built(folder, f"g++ {EXAMPLE}/roles.cpp $({found} --cflags --libs llm_datadist) -o roles")
+
+
+def _by_cmake(folder: Path) -> Path:
+    (line,) = re.findall(r"^# (cmake .*)$", (EXAMPLE / "CMakeLists.txt").read_text(), re.MULTILINE)
+    asked = "$(llm-datadist cpp --cmake-dir)"
+    assert asked in line
+    line = line.replace(asked, run_here("cpp", "--cmake-dir").stdout.strip()).replace("examples/cpp", str(EXAMPLE))
+    return _built(folder, line, "build/example/roles")
+
+
+def _built(folder: Path, command: str, program: str = "roles") -> Path:
+    ran = run("sh", "-ec", command, cwd=folder)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return folder / program
+
+
+@pytest.mark.parametrize("way", [_by_one_line, _by_pkg_config, _by_cmake])
+def test_roles_pull_copy_push_and_change_places_in_two_processes(way: Callable[[Path], Path], tmp_path: Path) -> None:
+    if way is _by_pkg_config and not shutil.which("pkg-config"):
+        pytest.skip("no pkg-config")
+    program, ports = way(tmp_path), (str(free_port()), str(free_port()))
+    pipe, started = subprocess.PIPE, []
+    try:
+        for role in ("prompt", "decoder"):
+            started.append(subprocess.Popen([program, role, *ports], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            assert started[-1].stdout is not None
+            assert started[-1].stdout.readline().startswith("listening"), started[-1].communicate()
+        assert [each.communicate("\n", 60) for each in started] == [("bytes equal\n", "")] * 2
+        assert [each.returncode for each in started] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+def test_the_command_says_where_everything_is() -> None:
+    assert run_here("cpp").stdout == f"{FOLDER}\n"
+    assert run_here("cpp", "--cflags").stdout == f"-I{FOLDER}/include\n"
+    assert (Path(run_here("cpp", "--cmake-dir").stdout.strip()) / "llm_datadist-config.cmake").is_file()
