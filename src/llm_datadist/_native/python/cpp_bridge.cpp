@@ -1,18 +1,14 @@
 // Calls of C++ programs (llm_datadist/cpp), made on llm_datadist.cpp_api.
+#include <llm_datadist/call.h>
 #include <nanobind/nanobind.h>
-#include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
-#include <optional>
-#include <stdexcept>
+#include <new>
 #include <utility>
 #include <vector>
-
-#include <llm_datadist/call.h>
 
 #include "python/attached.hpp"
 #include "python/plan_python.hpp"
@@ -22,8 +18,31 @@ namespace datadist {
 namespace {
 
 constexpr std::uint32_t success = 0, failed = 0xFFFFFFFF, invalid = 0x5010B005, no_memory = 0x5010B01C;
+constexpr std::int64_t undefined_type = 28;
 
-// Names of llm_datadist.cpp_api, imported at the first call.
+// Methods in the order of LldMethod, with what each of their arguments is (Reader::next).
+constexpr struct {
+    const char *name, *arguments;
+} methods[] = {
+    {"", ""},
+    {"Initialize", "o"},
+    {"Finalize", ""},
+    {"SetRole", "ro"},
+    {"LinkLlmClusters", "kn"},
+    {"UnlinkLlmClusters", "knf"},
+    {"AllocateCache", "d"},
+    {"DeallocateCache", "n"},
+    {"RegisterKvCache", "da"},
+    {"UnregisterKvCache", "n"},
+    {"PullKvCache", "icnne"},
+    {"PullKvBlocks", "icbbe"},
+    {"PushKvCache", "cinne"},
+    {"PushKvBlocks", "cibbe"},
+    {"CopyKvCache", "ccnnun"},
+    {"CopyKvBlocks", "wwbm"},
+};
+
+// Names of llm_datadist.cpp_api.
 struct Api {
     nb::module_ module = nb::module_::import_("llm_datadist.cpp_api");
     nb::object LlmDataDist = module.attr("LlmDataDist"), LlmRole = module.attr("LlmRole"),
@@ -34,8 +53,9 @@ struct Api {
                KvCacheExtParam = module.attr("KvCacheExtParam"),
                ALL_LAYERS = nb::module_::import_("llm_datadist.cpp_api.arguments").attr("ALL_LAYERS");
 
+    // Imported at the first call, and never freed.
     static const Api& get() {
-        static std::atomic<const Api*> found{nullptr};  // never freed
+        static std::atomic<const Api*> found{nullptr};
         if (found.load() == nullptr) {
             auto* made = new Api();
             // After what finalizes instances at the exit, so it runs before that: a call may still use their memory.
@@ -46,176 +66,176 @@ struct Api {
     }
 };
 
-constexpr int undefined_type = 28;
+// The arguments of a call, one after the other, as objects of Python.
+class Reader {
+public:
+    explicit Reader(const LldCall& call) : number_(call.numbers.data), text_(call.texts), list_(call.lists) {}
 
-nb::list list_of(const LldNumbers& numbers) {
-    nb::list list;
-    for (std::size_t i = 0; i < numbers.size; ++i) list.append(numbers.data[i]);
-    return list;
-}
-
-nb::object blocks_of(const char* name, const LldNumbers& numbers) {
-    const auto* end = numbers.data + numbers.size;
-    const auto* wrong = std::find_if(numbers.data, end, [](std::uint64_t each) { return each >> 63 != 0; });
-    if (wrong != end) {
-        nb::object text = nb::str("{}[{}] is {}: must be in [0, 2**63)").format(name, wrong - numbers.data, *wrong);
-        throw nb::value_error(nb::cast<const char*>(text));
-    }
-    return nb::cast(BlockList(BlockList::Numbers(numbers.data, end)));
-}
-
-nb::object text_of(const char* text) {
-    nb::object made = nb::steal(PyUnicode_FromString(text));
-    if (!made.is_valid()) throw nb::python_error();
-    return made;
-}
-
-nb::dict options_of(const LldCall& call) {
-    nb::dict options;
-    for (std::size_t i = 0; i < call.option_count; ++i)
-        options[text_of(call.options[i].key)] = text_of(call.options[i].value);
-    return options;
-}
-
-nb::list endpoints_of(const LldEndpoint* ends, std::size_t count) {
-    nb::list list;
-    for (std::size_t i = 0; i < count; ++i) list.append(Api::get().IpInfo(text_of(ends[i].ip), ends[i].port));
-    return list;
-}
-
-nb::list clusters_of(const LldCall& call) {
-    nb::list list;
-    for (std::size_t i = 0; i < call.cluster_count; ++i) {
-        const LldCluster& each = call.clusters[i];
-        list.append(Api::get().ClusterInfo(each.cluster_id, each.role, endpoints_of(each.local, each.local_count),
-                                           endpoints_of(each.remote, each.remote_count)));
-    }
-    return list;
-}
-
-nb::object desc_of(const LldDesc& desc) {
-    const Api& api = Api::get();
-    nb::list shape;
-    for (std::size_t i = 0; i < desc.rank; ++i) shape.append(desc.shape[i]);
-    nb::object type = desc.data_type == undefined_type ? api.DT_UNDEFINED : api.DataType(desc.data_type);
-    return api.CacheDesc(api.CachePlacement(desc.placement), desc.num_tensors, type, shape);
-}
-
-// Only its id is read, except that host memory without one is copied.
-nb::object cache_of(const LldCache& cache, bool whole = false) {
-    if (!whole || cache.cache_id >= 1) return Api::get().Cache(cache.cache_id);
-    return Api::get().Cache(cache.cache_id, list_of(cache.addrs), desc_of(cache.desc));
-}
-
-nb::object index_of(const LldIndex& index) {
-    return Api::get().CacheIndex(index.cluster_id, index.cache_id, index.batch_index);
-}
-
-nb::object layers_of(const LldLayers* layers) {
-    if (layers == nullptr) return Api::get().ALL_LAYERS;
-    return Api::get().KvCacheExtParam(nb::make_tuple(layers->src[0], layers->src[1]),
-                                      nb::make_tuple(layers->dst[0], layers->dst[1]), layers->tensors_per_layer);
-}
-
-nb::object run(nb::handle dist, const LldCall& call) {
-    const Api& api = Api::get();
-    switch (call.method) {
-        case LLD_INITIALIZE: return dist.attr("Initialize")(options_of(call));
-        case LLD_FINALIZE: return dist.attr("Finalize")();
-        case LLD_SET_ROLE: return dist.attr("SetRole")(api.LlmRole(call.role), options_of(call));
-        case LLD_LINK: return dist.attr("LinkLlmClusters")(clusters_of(call), call.timeout);
-        case LLD_UNLINK: return dist.attr("UnlinkLlmClusters")(clusters_of(call), call.timeout, call.force != 0);
-        case LLD_ALLOCATE: return dist.attr("AllocateCache")(desc_of(call.dst.desc));
-        case LLD_DEALLOCATE: return dist.attr("DeallocateCache")(call.dst.cache_id);
-        case LLD_REGISTER: return dist.attr("RegisterKvCache")(desc_of(call.dst.desc), list_of(call.dst.addrs));
-        case LLD_UNREGISTER: return dist.attr("UnregisterKvCache")(call.dst.cache_id);
-        case LLD_PULL_CACHE:
-            return dist.attr("PullKvCache")(index_of(call.peer), cache_of(call.dst), call.dst_row, call.size,
-                                            layers_of(call.layers));
-        case LLD_PULL_BLOCKS:
-            return dist.attr("PullKvBlocks")(index_of(call.peer), cache_of(call.dst),
-                                             blocks_of("src_blocks", call.src_blocks),
-                                             blocks_of("dst_blocks", call.dst_blocks[0]), layers_of(call.layers));
-        case LLD_PUSH_CACHE:
-            return dist.attr("PushKvCache")(cache_of(call.src), index_of(call.peer), call.src_row, call.size,
-                                            layers_of(call.layers));
-        case LLD_PUSH_BLOCKS:
-            return dist.attr("PushKvBlocks")(cache_of(call.src), index_of(call.peer),
-                                             blocks_of("src_blocks", call.src_blocks),
-                                             blocks_of("dst_blocks", call.dst_blocks[0]), layers_of(call.layers));
-        case LLD_COPY_CACHE:
-            return dist.attr("CopyKvCache")(cache_of(call.src), cache_of(call.dst), call.src_row, call.dst_row,
-                                            call.offset, call.size);
-        case LLD_COPY_BLOCKS: {
-            nb::list lists;
-            for (std::size_t i = 0; i < call.dst_list_count; ++i)
-                lists.append(blocks_of("dst_blocks_list", call.dst_blocks[i]));
-            return dist.attr("CopyKvBlocks")(cache_of(call.src, true), cache_of(call.dst, true),
-                                             blocks_of("src_blocks", call.src_blocks), lists);
+    nb::object next(char kind) {
+        const Api& api = Api::get();
+        switch (kind) {
+            case 'n': return nb::int_(number());
+            case 'u': return nb::int_(*number_++);
+            case 'f': return nb::bool_(number() != 0);
+            case 'r': return api.LlmRole(number());
+            case 'o': return options();
+            case 'k': return list_of([&] { return cluster(); });
+            case 'd': return desc();
+            case 'a': return integers<std::uint64_t>();
+            case 'c': return api.Cache(number());
+            case 'w': return cache();
+            case 'i': return index();
+            case 'b': return blocks();
+            case 'm': return list_of([&] { return blocks(); });
+            default: return layers();
         }
-        default: throw std::invalid_argument("the header is of a newer version than the library");
     }
-}
 
-void put(const LldCall& call, nb::handle numbers) {
-    std::vector<std::uint64_t> plain;
-    for (nb::handle each : numbers) plain.push_back(PyLong_AsUnsignedLongLongMask(each.ptr()));
-    if (call.put(call.to, plain.data(), plain.size()) == 0) throw std::bad_alloc();
-}
+private:
+    std::int64_t number() { return static_cast<std::int64_t>(*number_++); }
 
-// Hands the second result of a call to the program.
-void give(nb::handle dist, const LldCall& call, nb::handle value) {
-    if (call.method == LLD_LINK || call.method == LLD_UNLINK) return put(call, value);
-    if (value.is_none()) return;
-    if (call.method == LLD_REGISTER) {
-        *call.cache_id = nb::cast<std::int64_t>(value);
-        return;
+    nb::object text() {
+        nb::object made = nb::steal(PyUnicode_FromString(*text_++));
+        if (!made.is_valid()) throw nb::python_error();
+        return made;
     }
-    nb::object made = value.attr("cache_id");
-    try {
-        put(call, value.attr("tensor_addrs"));
-    } catch (...) {
-        dist.attr("DeallocateCache")(made);
-        throw;
+
+    template <typename Item>
+    nb::list list_of(Item&& item) {
+        nb::list list;
+        for (std::int64_t left = number(); left > 0; --left) list.append(item());
+        return list;
     }
-    *call.cache_id = nb::cast<std::int64_t>(made);
-}
+
+    template <typename Number>
+    nb::list integers() {
+        const LldNumbers& given = *list_++;
+        nb::list list;
+        for (std::size_t i = 0; i < given.size; ++i) list.append(static_cast<Number>(given.data[i]));
+        return list;
+    }
+
+    nb::dict options() {
+        nb::dict dict;
+        for (std::int64_t left = number(); left > 0; --left) {
+            const nb::object key = text();
+            dict[key] = text();
+        }
+        return dict;
+    }
+
+    nb::object cluster() {
+        const std::uint64_t id = *number_++;
+        const std::int64_t role = number();
+        const nb::list local = list_of([&] { return endpoint(); });
+        return Api::get().ClusterInfo(id, role, local, list_of([&] { return endpoint(); }));
+    }
+    nb::object endpoint() {
+        const nb::object ip = text();
+        return Api::get().IpInfo(ip, number());
+    }
+
+    nb::object desc() {
+        const Api& api = Api::get();
+        const nb::object placement = api.CachePlacement(number());
+        const std::int64_t tensors = number(), type = number();
+        const nb::object shape = integers<std::int64_t>();
+        return api.CacheDesc(placement, tensors, type == undefined_type ? api.DT_UNDEFINED : api.DataType(type), shape);
+    }
+
+    // Only its id is read, except of host memory without one.
+    nb::object cache() {
+        const std::int64_t id = number();
+        if (id >= 1) {
+            number_ += 3;
+            list_ += 2;
+            return Api::get().Cache(id);
+        }
+        const nb::object addrs = integers<std::uint64_t>();
+        return Api::get().Cache(id, addrs, desc());
+    }
+
+    nb::object index() {
+        const std::uint64_t* parts = std::exchange(number_, number_ + 3);
+        return Api::get().CacheIndex(parts[0], static_cast<std::int64_t>(parts[1]), parts[2]);
+    }
+
+    // Parsed without an object for each block.
+    nb::object blocks() {
+        const LldNumbers& given = *list_++;
+        const auto* end = given.data + given.size;
+        const auto* wrong = std::find_if(given.data, end, [](std::uint64_t each) { return each >> 63 != 0; });
+        if (wrong == end) return nb::cast(BlockList(BlockList::Numbers(given.data, end)));
+        throw nb::value_error(
+            nb::str("block {} is {}: must be in [0, 2**63)").format(wrong - given.data, *wrong).c_str());
+    }
+
+    nb::object layers() {
+        const auto* parts = reinterpret_cast<const std::int64_t*>(std::exchange(number_, number_ + 5));
+        if (std::count(parts, parts + 4, -1) == 4 && parts[4] == 2) return Api::get().ALL_LAYERS;
+        return Api::get().KvCacheExtParam(nb::make_tuple(parts[0], parts[1]), nb::make_tuple(parts[2], parts[3]), parts[4]);
+    }
+
+    const std::uint64_t* number_;
+    const char* const* text_;
+    const LldNumbers* list_;
+};
 
 std::uint32_t number_of(nb::handle status) {
     return static_cast<std::uint32_t>(PyLong_AsUnsignedLongLongMask(status.ptr()));
 }
 
-void write(nb::handle error, char* text, std::size_t capacity) {
-    const nb::str said(error);
-    std::snprintf(text, capacity, "%s", said.c_str());
+// Hands the second result of a call to the program.
+void give(nb::handle dist, const LldCall& call, nb::handle value) {
+    std::vector<std::uint64_t> plain;
+    const auto add = [&](nb::handle number) { plain.push_back(PyLong_AsUnsignedLongLongMask(number.ptr())); };
+    if (PyLong_Check(value.ptr())) {
+        add(value);
+    } else if (PyList_Check(value.ptr())) {
+        for (nb::handle each : value) add(each);
+    } else {
+        add(value.attr("cache_id"));
+        for (nb::handle each : value.attr("tensor_addrs")) add(each);
+    }
+    if (call.put(call.to, plain.data(), plain.size()) != 0) return;
+    if (call.method == LLD_ALLOCATE) dist.attr("DeallocateCache")(plain[0]);
+    throw std::bad_alloc();
 }
 
-std::uint32_t run_and_give(LldInstance* instance, const LldCall& call, char* text, std::size_t capacity) {
-    auto* object = static_cast<PyObject*>(instance->object);
+void write(nb::handle error, char* text, std::size_t capacity) {
+    std::snprintf(text, capacity, "%s", nb::str(error).c_str());
+}
+
+std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::size_t capacity) {
+    if (call.method == LLD_INITIALIZE && instance->object == nullptr) {
+        nb::object made = Api::get().LlmDataDist(instance->cluster_id, Api::get().LlmRole(instance->role));
+        if (instance->object == nullptr) instance->object = made.release().ptr();  // no other thread has made one
+    }
+    const nb::handle dist(static_cast<PyObject*>(instance->object));
     if (call.method == LLD_RELEASE) {
-        Py_XDECREF(object);
-        instance->object = nullptr;
+        dist.dec_ref();
         return success;
     }
-    if (object == nullptr) {
-        if (call.method == LLD_FINALIZE) return success;
-        if (call.method == LLD_INITIALIZE) {
-            nb::object made = Api::get().LlmDataDist(instance->cluster_id, Api::get().LlmRole(instance->role));
-            // Another thread may have made one meanwhile.
-            if (instance->object == nullptr) instance->object = made.release().ptr();
-            object = static_cast<PyObject*>(instance->object);
-        } else {
-            std::snprintf(text, capacity, "this LlmDataDist is not initialised; call Initialize first");
-            return failed;
-        }
+    if (!dist.is_valid()) {
+        std::snprintf(text, capacity, "this LlmDataDist is not initialised; call Initialize first");
+        return call.method == LLD_FINALIZE ? success : failed;
     }
-    const nb::handle dist(object);
-    const nb::object result = run(dist, call);
-    const bool pair = PyTuple_Check(result.ptr());
-    if (pair) give(dist, call, result[1]);
-    const std::uint32_t status = number_of(pair ? nb::object(result[0]) : result);
-    if (status != success) write(dist.attr("last_error"), text, capacity);
-    return status;
+    Reader reader(call);
+    nb::object arguments[8];
+    PyObject* plain[8];
+    std::size_t count = 0;
+    for (const char* kind = methods[call.method].arguments; *kind != '\0'; ++kind, ++count)
+        plain[count] = (arguments[count] = reader.next(*kind)).ptr();
+    const nb::object method = dist.attr(methods[call.method].name);
+    const nb::object result = nb::steal(PyObject_Vectorcall(method.ptr(), plain, count, nullptr));
+    if (!result.is_valid()) throw nb::python_error();
+    if (!PyTuple_Check(result.ptr())) {
+        if (number_of(result) != success) write(dist.attr("last_error"), text, capacity);
+        return number_of(result);
+    }
+    if (!nb::object(result[1]).is_none()) give(dist, call, result[1]);
+    if (number_of(nb::object(result[0])) != success) write(dist.attr("last_error"), text, capacity);
+    return number_of(nb::object(result[0]));
 }
 
 std::uint32_t status_of(nb::python_error& error) {
@@ -231,23 +251,18 @@ std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* t
         return call->method == LLD_FINALIZE || call->method == LLD_RELEASE ? success : failed;
     }
     try {
-        return run_and_give(instance, *call, text, capacity);
-    } catch (nb::python_error& error) {
         try {
+            return run(instance, *call, text, capacity);
+        } catch (nb::python_error& error) {
             write(error.value(), text, capacity);
             return status_of(error);
-        } catch (...) {
-            return failed;
         }
     } catch (const std::bad_alloc&) {
         std::snprintf(text, capacity, "there is no memory for the results");
         return no_memory;
-    } catch (const std::invalid_argument& error) {
-        std::snprintf(text, capacity, "%s", error.what());
-        return failed;
     } catch (const nb::builtin_exception& error) {
         std::snprintf(text, capacity, "%s", error.what());
-        return error.type() == nb::exception_type::value_error ? invalid : failed;
+        return invalid;
     } catch (const std::exception& error) {
         std::snprintf(text, capacity, "%s", error.what());
         return failed;

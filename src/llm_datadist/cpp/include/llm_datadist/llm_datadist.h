@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -68,21 +69,8 @@ private:
 };
 
 enum DataType : int32_t {
-    DT_FLOAT = 0,
-    DT_FLOAT16 = 1,
-    DT_INT8 = 2,
-    DT_INT32 = 3,
-    DT_UINT8 = 4,
-    DT_INT16 = 6,
-    DT_UINT16 = 7,
-    DT_UINT32 = 8,
-    DT_INT64 = 9,
-    DT_UINT64 = 10,
-    DT_DOUBLE = 11,
-    DT_BOOL = 12,
-    DT_STRING = 13,
-    DT_BF16 = 27,
-    DT_UNDEFINED = 28,
+    DT_FLOAT = 0, DT_FLOAT16 = 1, DT_INT8 = 2, DT_INT32 = 3, DT_UINT8 = 4, DT_INT16 = 6, DT_UINT16 = 7, DT_UINT32 = 8,
+    DT_INT64 = 9, DT_UINT64 = 10, DT_DOUBLE = 11, DT_BOOL = 12, DT_STRING = 13, DT_BF16 = 27, DT_UNDEFINED = 28
 };
 
 enum class LlmRole : int32_t { kPrompt = 1, kDecoder = 2, kMix = 3, kEnd };
@@ -136,255 +124,206 @@ struct RegisterCfg {
     uint8_t reserved[128] = {0};
 };
 
+namespace detail {
+
+// Arguments of a call as the library takes them.
+class Call {
+public:
+    Call(LldInstance& instance, LldMethod method) : instance_(instance), method_(method) {}
+
+    template <typename... Arguments>
+    Status Run(const Arguments&... arguments) {
+        return Guarded([&] {
+            const bool in_order[] = {true, (Add(arguments), true)...};
+            static_cast<void>(in_order);
+            const LldCall call = {LLM_DATADIST_ABI, method_, {numbers_.data(), numbers_.size()}, texts_.data(),
+                                  lists_.data(), put, to};
+            return llm_datadist_call(&instance_, &call);
+        });
+    }
+
+    // Status of the work, or that there is no memory: nothing else may be thrown here.
+    template <typename Work>
+    static Status Guarded(Work&& work) {
+#ifdef __cpp_exceptions
+        try {
+            return work();
+        } catch (...) {
+            return LLM_OUT_OF_MEMORY;
+        }
+#else
+        return work();
+#endif
+    }
+
+    std::vector<uint64_t> results;
+    int (*put)(void*, const uint64_t*, std::size_t) = &Put;
+    void* to = &results;
+
+private:
+    static int Put(void* list, const uint64_t* values, std::size_t count) {
+        return Guarded([&] {
+            static_cast<std::vector<uint64_t>*>(list)->assign(values, values + count);
+            return LLM_SUCCESS;
+        }) == LLM_SUCCESS;
+    }
+
+    template <typename Number, typename = std::enable_if_t<std::is_arithmetic<Number>::value || std::is_enum<Number>::value>>
+    void Add(Number number) {
+        numbers_.push_back(static_cast<uint64_t>(number));
+    }
+    void Add(const AscendString& text) { texts_.push_back(text.GetString()); }
+    void Add(const std::vector<uint64_t>& list) { lists_.push_back({list.data(), list.size()}); }
+    void Add(const std::vector<std::vector<uint64_t>>& lists) { AddEach(lists); }
+    void Add(const std::map<AscendString, AscendString>& options) { AddEach(options); }
+    void Add(const std::vector<IpInfo>& infos) { AddEach(infos); }
+    void Add(const std::vector<ClusterInfo>& clusters) { AddEach(clusters); }
+    void Add(const std::pair<const AscendString, AscendString>& option) { AddAll(option.first, option.second); }
+    void Add(const IpInfo& info) { AddAll(info.ip, info.port); }
+    void Add(const ClusterInfo& info) {
+        AddAll(info.remote_cluster_id, info.remote_role_type, info.local_ip_infos, info.remote_ip_infos);
+    }
+    void Add(const CacheIndex& index) { AddAll(index.cluster_id, index.cache_id, index.batch_index); }
+    void Add(const std::pair<int32_t, int32_t>& range) { AddAll(range.first, range.second); }
+    void Add(const KvCacheExtParam& ext) {
+        AddAll(ext.src_layer_range, ext.dst_layer_range, ext.tensor_num_per_layer);
+    }
+    void Add(const CacheDesc& desc) {
+        AddAll(desc.placement, desc.num_tensors, desc.data_type);
+        lists_.push_back({reinterpret_cast<const uint64_t*>(desc.shape.data()), desc.shape.size()});
+    }
+    void Add(const Cache& cache) { AddAll(cache.cache_id, cache.tensor_addrs, cache.cache_desc); }
+
+    template <typename Range>
+    void AddEach(const Range& range) {
+        Add(range.size());
+        for (const auto& each : range) Add(each);
+    }
+    template <typename... Parts>
+    void AddAll(const Parts&... parts) {
+        const bool in_order[] = {(Add(parts), true)...};
+        static_cast<void>(in_order);
+    }
+
+    LldInstance& instance_;
+    LldMethod method_;
+    std::vector<uint64_t> numbers_;
+    std::vector<const char*> texts_;
+    std::vector<LldNumbers> lists_;
+};
+
+}  // namespace detail
+
 // One instance. Any thread may call, except that Finalize and the destructor must be alone.
 class LlmDataDist {
 public:
     LlmDataDist(uint64_t cluster_id, LlmRole role) : instance_{cluster_id, static_cast<int32_t>(role), nullptr} {}
     ~LlmDataDist() {
         Finalize();
-        Make(LLD_RELEASE).Run();
+        Run(LLD_RELEASE);
     }
 
     LlmDataDist(const LlmDataDist&) = delete;
     LlmDataDist& operator=(const LlmDataDist&) = delete;
 
-    Status Initialize(const std::map<AscendString, AscendString>& options) {
-        return Make(LLD_INITIALIZE).RunWith(options);
-    }
+    Status Initialize(const std::map<AscendString, AscendString>& options) { return Run(LLD_INITIALIZE, options); }
 
-    void Finalize() { Make(LLD_FINALIZE).Run(); }
+    void Finalize() { Run(LLD_FINALIZE); }
 
     Status SetRole(LlmRole role, const std::map<AscendString, AscendString>& options = {}) {
-        Call call = Make(LLD_SET_ROLE);
-        call.role = static_cast<int32_t>(role);
-        return call.RunWith(options);
+        return Run(LLD_SET_ROLE, role, options);
     }
 
     // Links to peers that listen; rets: a status for each, or none if an argument is invalid.
     Status LinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                            int32_t timeout_in_millis = 1000) {
-        return Make(LLD_LINK).RunWith(clusters, rets, timeout_in_millis);
+        return RunEach(rets, LLD_LINK, clusters, timeout_in_millis);
     }
 
     Status UnlinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                              int32_t timeout_in_millis = 1000, bool force_flag = false) {
-        Call call = Make(LLD_UNLINK);
-        call.force = force_flag;
-        return call.RunWith(clusters, rets, timeout_in_millis);
+        return RunEach(rets, LLD_UNLINK, clusters, timeout_in_millis, force_flag);
     }
 
     Status AllocateCache(const CacheDesc& cache_desc, Cache& cache) {
-        Call call = Make(LLD_ALLOCATE);
-        call.dst.desc = Plain(cache_desc);
-        int64_t cache_id = -1;
-        std::vector<uintptr_t> addrs;
-        call.cache_id = &cache_id;
-        call.Into(addrs);
-        return call.Guarded([&] {
-            CacheDesc desc = cache_desc;  // before the call: nothing may fail after it
-            const Status status = call.Run();
-            if (status == LLM_SUCCESS) {
-                cache.cache_id = cache_id;
-                cache.tensor_addrs = std::move(addrs);
-                cache.cache_desc = std::move(desc);
-            }
+        return detail::Call::Guarded([&] {
+            detail::Call call(instance_, LLD_ALLOCATE);
+            CacheDesc desc = cache_desc;  // before the call: nothing fails after it
+            const Status status = call.Run(cache_desc);
+            if (status != LLM_SUCCESS) return status;
+            cache.cache_id = static_cast<int64_t>(call.results[0]);
+            call.results.erase(call.results.begin());
+            cache.tensor_addrs = std::move(call.results);
+            cache.cache_desc = std::move(desc);
             return status;
         });
     }
 
-    Status DeallocateCache(int64_t cache_id) {
-        Call call = Make(LLD_DEALLOCATE);
-        call.dst.cache_id = cache_id;
-        return call.Run();
-    }
+    Status DeallocateCache(int64_t cache_id) { return Run(LLD_DEALLOCATE, cache_id); }
 
     Status PullKvCache(const CacheIndex& src_cache_index, const Cache& dst_cache, uint32_t batch_index = 0,
                        int64_t size = -1, const KvCacheExtParam& ext_param = {}) {
-        Call call = Make(LLD_PULL_CACHE);
-        call.dst.cache_id = dst_cache.cache_id;
-        call.dst_row = batch_index;
-        call.size = size;
-        return call.RunWith(src_cache_index, ext_param);
+        return Run(LLD_PULL_CACHE, src_cache_index, dst_cache.cache_id, batch_index, size, ext_param);
     }
 
     Status PullKvBlocks(const CacheIndex& src_cache_index, const Cache& dst_cache,
                         const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
                         const KvCacheExtParam& ext_param = {}) {
-        Call call = Make(LLD_PULL_BLOCKS);
-        call.dst.cache_id = dst_cache.cache_id;
-        return call.RunWith(src_cache_index, ext_param, src_blocks, dst_blocks);
+        return Run(LLD_PULL_BLOCKS, src_cache_index, dst_cache.cache_id, src_blocks, dst_blocks, ext_param);
     }
 
     Status CopyKvCache(const Cache& src_cache, const Cache& dst_cache, uint32_t src_batch_index = 0,
                        uint32_t dst_batch_index = 0, uint64_t offset = 0, int64_t size = -1) {
-        Call call = Make(LLD_COPY_CACHE);
-        call.src.cache_id = src_cache.cache_id;
-        call.dst.cache_id = dst_cache.cache_id;
-        call.src_row = src_batch_index;
-        call.dst_row = dst_batch_index;
-        call.offset = offset;
-        call.size = size;
-        return call.Run();
+        return Run(LLD_COPY_CACHE, src_cache.cache_id, dst_cache.cache_id, src_batch_index, dst_batch_index, offset,
+                   size);
     }
 
     Status CopyKvBlocks(const Cache& src_cache, const Cache& dst_cache, const std::vector<uint64_t>& src_blocks,
                         const std::vector<std::vector<uint64_t>>& dst_blocks_list) {
-        Call call = Make(LLD_COPY_BLOCKS);
-        call.src = Plain(src_cache);
-        call.dst = Plain(dst_cache);
-        call.src_blocks = Plain(src_blocks);
-        return call.Guarded([&] {
-            std::vector<LldNumbers> lists;
-            for (const std::vector<uint64_t>& each : dst_blocks_list) lists.push_back(Plain(each));
-            call.dst_blocks = lists.data();
-            call.dst_list_count = lists.size();
-            return call.Run();
-        });
+        return Run(LLD_COPY_BLOCKS, src_cache, dst_cache, src_blocks, dst_blocks_list);
     }
 
     Status PushKvCache(const Cache& src_cache, const CacheIndex& dst_cache_index, uint32_t src_batch_index = 0,
                        int64_t size = -1, const KvCacheExtParam& ext_param = {}) {
-        Call call = Make(LLD_PUSH_CACHE);
-        call.src.cache_id = src_cache.cache_id;
-        call.src_row = src_batch_index;
-        call.size = size;
-        return call.RunWith(dst_cache_index, ext_param);
+        return Run(LLD_PUSH_CACHE, src_cache.cache_id, dst_cache_index, src_batch_index, size, ext_param);
     }
 
     Status PushKvBlocks(const Cache& src_cache, const CacheIndex& dst_cache_index,
                         const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
                         const KvCacheExtParam& ext_param = {}) {
-        Call call = Make(LLD_PUSH_BLOCKS);
-        call.src.cache_id = src_cache.cache_id;
-        return call.RunWith(dst_cache_index, ext_param, src_blocks, dst_blocks);
+        return Run(LLD_PUSH_BLOCKS, src_cache.cache_id, dst_cache_index, src_blocks, dst_blocks, ext_param);
     }
 
-    Status RegisterKvCache(const CacheDesc& cache_desc, const std::vector<uint64_t>& addrs, const RegisterCfg& cfg,
+    Status RegisterKvCache(const CacheDesc& cache_desc, const std::vector<uint64_t>& addrs, const RegisterCfg&,
                            int64_t& cache_id) {
-        static_cast<void>(cfg);
-        Call call = Make(LLD_REGISTER);
-        call.dst.desc = Plain(cache_desc);
-        call.dst.addrs = Plain(addrs);
-        call.cache_id = &cache_id;
-        return call.Run();
+        detail::Call call(instance_, LLD_REGISTER);
+        call.to = &cache_id;
+        call.put = [](void* to, const uint64_t* values, std::size_t) {
+            *static_cast<int64_t*>(to) = static_cast<int64_t>(values[0]);
+            return 1;
+        };
+        return call.Run(cache_desc, addrs);
     }
 
-    Status UnregisterKvCache(int64_t cache_id) {
-        Call call = Make(LLD_UNREGISTER);
-        call.dst.cache_id = cache_id;
-        return call.Run();
-    }
+    Status UnregisterKvCache(int64_t cache_id) { return Run(LLD_UNREGISTER, cache_id); }
 
 private:
-    // A call of this instance, as the library takes it.
-    struct Call : LldCall {
-        LldInstance* instance;
+    template <typename... Arguments>
+    Status Run(LldMethod method, const Arguments&... arguments) {
+        return detail::Call(instance_, method).Run(arguments...);
+    }
 
-        Status Run() const { return llm_datadist_call(instance, this); }
-
-        Status RunWith(const std::map<AscendString, AscendString>& given) {
-            return Guarded([&] {
-                std::vector<LldOption> plain;
-                for (const auto& each : given) plain.push_back({each.first.GetString(), each.second.GetString()});
-                options = plain.data();
-                option_count = plain.size();
-                return Run();
-            });
-        }
-
-        Status RunWith(const std::vector<ClusterInfo>& given, std::vector<Status>& rets, int32_t milliseconds) {
-            timeout = milliseconds;
+    template <typename... Arguments>
+    Status RunEach(std::vector<Status>& rets, LldMethod method, const std::vector<ClusterInfo>& clusters,
+                   const Arguments&... arguments) {
+        return detail::Call::Guarded([&] {
+            detail::Call call(instance_, method);
             rets.clear();
-            Into(rets);
-            return Guarded([&] {
-                std::vector<std::vector<LldEndpoint>> ends;  // two lists of each cluster
-                for (const ClusterInfo& each : given) {
-                    ends.push_back(Plain(each.local_ip_infos));
-                    ends.push_back(Plain(each.remote_ip_infos));
-                }
-                std::vector<LldCluster> plain;
-                for (std::size_t i = 0; i < given.size(); ++i) {
-                    const auto &local = ends[2 * i], &remote = ends[2 * i + 1];
-                    plain.push_back({given[i].remote_cluster_id, given[i].remote_role_type, local.data(), remote.data(),
-                                     local.size(), remote.size()});
-                }
-                clusters = plain.data();
-                cluster_count = plain.size();
-                return Run();
-            });
-        }
-
-        Status RunWith(const CacheIndex& index, const KvCacheExtParam& ext) {
-            const std::pair<int32_t, int32_t>&a = ext.src_layer_range, &b = ext.dst_layer_range, all(-1, -1);
-            const LldLayers given{{a.first, a.second}, {b.first, b.second}, ext.tensor_num_per_layer};
-            peer = {index.cluster_id, index.cache_id, index.batch_index};
-            layers = a == all && b == all && ext.tensor_num_per_layer == 2 ? nullptr : &given;
-            return Run();
-        }
-
-        Status RunWith(const CacheIndex& index, const KvCacheExtParam& ext, const std::vector<uint64_t>& sources,
-                       const std::vector<uint64_t>& destinations) {
-            const LldNumbers list = Plain(destinations);
-            src_blocks = Plain(sources);
-            dst_blocks = &list;
-            dst_list_count = 1;
-            return RunWith(index, ext);
-        }
-
-        template <typename T>
-        void Into(std::vector<T>& results) {
-            to = &results;
-            put = [](void* place, const uint64_t* values, std::size_t count) -> int {
-                return Attempt([&] { static_cast<std::vector<T>*>(place)->assign(values, values + count); });
-            };
-        }
-
-        template <typename Work>
-        static Status Guarded(Work&& work) {
-            Status status = LLM_OUT_OF_MEMORY;
-            Attempt([&] { status = work(); });
+            rets.reserve(clusters.size());  // before the call: nothing fails after it
+            const Status status = call.Run(clusters, arguments...);
+            for (const uint64_t each : call.results) rets.push_back(static_cast<Status>(each));
             return status;
-        }
-
-        // False for want of memory, all that may be thrown here.
-        template <typename Work>
-        static bool Attempt(Work&& work) {
-#ifdef __cpp_exceptions
-            try {
-                work();
-            } catch (...) {
-                return false;
-            }
-#else
-            work();
-#endif
-            return true;
-        }
-    };
-
-    Call Make(LldMethod method) {
-        Call call = {};
-        call.abi = LLM_DATADIST_ABI;
-        call.method = method;
-        call.src.cache_id = call.dst.cache_id = -1;
-        call.instance = &instance_;
-        return call;
-    }
-
-    static LldNumbers Plain(const std::vector<uint64_t>& numbers) { return {numbers.data(), numbers.size()}; }
-    static LldDesc Plain(const CacheDesc& desc) {
-        return {static_cast<uint32_t>(desc.placement), desc.num_tensors, desc.data_type, desc.shape.data(),
-                desc.shape.size()};
-    }
-    static LldCache Plain(const Cache& cache) {
-        static_assert(sizeof(uintptr_t) == sizeof(uint64_t), "64-bit processors only");
-        return {cache.cache_id, {reinterpret_cast<const uint64_t*>(cache.tensor_addrs.data()), cache.tensor_addrs.size()},
-                Plain(cache.cache_desc)};
-    }
-    static std::vector<LldEndpoint> Plain(const std::vector<IpInfo>& infos) {
-        std::vector<LldEndpoint> plain;
-        for (const IpInfo& each : infos) plain.push_back({each.ip.GetString(), each.port});
-        return plain;
+        });
     }
 
     LldInstance instance_;
