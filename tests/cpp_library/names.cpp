@@ -46,26 +46,26 @@ static_assert(
     "");
 static_assert(same<decltype(&Dist::AllocateCache), Status (Dist::*)(const CacheDesc&, Cache&)>(), "");
 static_assert(same<decltype(&Dist::DeallocateCache), Status (Dist::*)(int64_t)>(), "");
-static_assert(same<decltype(&Dist::PullKvCache), Status (Dist::*)(const CacheIndex&, const Cache&, uint32_t, int64_t,
-                                                                  const KvCacheExtParam&)>(),
+static_assert(same<decltype(&Dist::PullKvCache),
+                   Status (Dist::*)(const CacheIndex&, const Cache&, uint32_t, int64_t, const KvCacheExtParam&)>(),
               "");
 static_assert(same<decltype(&Dist::PullKvBlocks), Status (Dist::*)(const CacheIndex&, const Cache&, const Blocks&,
                                                                    const Blocks&, const KvCacheExtParam&)>(),
               "");
-static_assert(same<decltype(&Dist::CopyKvCache), Status (Dist::*)(const Cache&, const Cache&, uint32_t, uint32_t,
-                                                                  uint64_t, int64_t)>(),
+static_assert(same<decltype(&Dist::CopyKvCache),
+                   Status (Dist::*)(const Cache&, const Cache&, uint32_t, uint32_t, uint64_t, int64_t)>(),
               "");
-static_assert(same<decltype(&Dist::CopyKvBlocks), Status (Dist::*)(const Cache&, const Cache&, const Blocks&,
-                                                                   const std::vector<Blocks>&)>(),
+static_assert(same<decltype(&Dist::CopyKvBlocks),
+                   Status (Dist::*)(const Cache&, const Cache&, const Blocks&, const std::vector<Blocks>&)>(),
               "");
-static_assert(same<decltype(&Dist::PushKvCache), Status (Dist::*)(const Cache&, const CacheIndex&, uint32_t, int64_t,
-                                                                  const KvCacheExtParam&)>(),
+static_assert(same<decltype(&Dist::PushKvCache),
+                   Status (Dist::*)(const Cache&, const CacheIndex&, uint32_t, int64_t, const KvCacheExtParam&)>(),
               "");
 static_assert(same<decltype(&Dist::PushKvBlocks), Status (Dist::*)(const Cache&, const CacheIndex&, const Blocks&,
                                                                    const Blocks&, const KvCacheExtParam&)>(),
               "");
-static_assert(same<decltype(&Dist::RegisterKvCache), Status (Dist::*)(const CacheDesc&, const Blocks&,
-                                                                      const RegisterCfg&, int64_t&)>(),
+static_assert(same<decltype(&Dist::RegisterKvCache),
+                   Status (Dist::*)(const CacheDesc&, const Blocks&, const RegisterCfg&, int64_t&)>(),
               "");
 static_assert(same<decltype(&Dist::UnregisterKvCache), Status (Dist::*)(int64_t)>(), "");
 
@@ -74,9 +74,9 @@ Status use(Dist& dist) {
     Options options;
     const std::string text = "0";
     options[OPTION_DEVICE_ID] = text.c_str();
-    for (const char* key : {OPTION_LISTEN_IP_INFO, OPTION_SYNC_CACHE_WAIT_TIME, OPTION_BUF_POOL_CFG,
-                            OPTION_ENABLE_SET_ROLE, OPTION_LOCAL_COMM_RES, OPTION_TRANSFER_BACKEND,
-                            OPTION_GLOBAL_RESOURCE_CONFIG})
+    for (const char* key :
+         {OPTION_LISTEN_IP_INFO, OPTION_SYNC_CACHE_WAIT_TIME, OPTION_BUF_POOL_CFG, OPTION_ENABLE_SET_ROLE,
+          OPTION_LOCAL_COMM_RES, OPTION_TRANSFER_BACKEND, OPTION_GLOBAL_RESOURCE_CONFIG})
         options[key] = "";
     AscendString one = "a", two(one), three(std::move(two));
     three = "b";

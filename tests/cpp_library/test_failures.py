@@ -276,7 +276,7 @@ def _script(folder: Path, *lines: str) -> str:
     ("interpreter", "reason"),
     [
         ("missing", "No such file or directory"),
-        ("silent", "printed nothing"),
+        ("silent", "does not run"),
         ("static", "no shared libpython"),
         ("empty", "No module named 'llm_datadist'"),
     ],
@@ -288,7 +288,7 @@ def test_an_interpreter_that_cannot_serve_is_a_status_that_says_what_to_install(
     if interpreter == "silent":
         named = _script(tmp_path, "exit 1")
     elif interpreter == "static":
-        named = _script(tmp_path, f"echo {tmp_path}/python; echo {tmp_path}/libpython3.a; echo libpython3.a")
+        named = _script(tmp_path, f"echo {tmp_path}/python; echo {tmp_path}/libpython3.a")
     elif interpreter == "empty":
         venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
         named = str(tmp_path / "venv" / "bin" / "python")

@@ -30,11 +30,11 @@ std::uint32_t double_of_engine(LldInstance* instance, const LldCall* call, char*
         case LLD_INITIALIZE: instance->object = &count; return 0;
         case LLD_RELEASE: instance->object = nullptr; return 0;
         case LLD_PULL_BLOCKS:
-            count += call->src_blocks.data[0] == call->dst_blocks[0].data[0];
-            snprintf(text, capacity, "block %d", static_cast<int>(call->src_blocks.data[0]));
+            count += call->lists[0].data[0] == call->lists[1].data[0];
+            snprintf(text, capacity, "block %d", static_cast<int>(call->lists[0].data[0]));
             return refused;
         case LLD_LINK: {
-            const std::vector<std::uint64_t> each(call->cluster_count, 7);
+            const std::vector<std::uint64_t> each(call->numbers.data[0], 7);
             return call->put(call->to, each.data(), each.size()) != 0 ? 7 : 8;
         }
         default: return 0;

@@ -173,7 +173,8 @@ private:
     nb::object layers() {
         const auto* parts = reinterpret_cast<const std::int64_t*>(std::exchange(number_, number_ + 5));
         if (std::count(parts, parts + 4, -1) == 4 && parts[4] == 2) return Api::get().ALL_LAYERS;
-        return Api::get().KvCacheExtParam(nb::make_tuple(parts[0], parts[1]), nb::make_tuple(parts[2], parts[3]), parts[4]);
+        return Api::get().KvCacheExtParam(nb::make_tuple(parts[0], parts[1]), nb::make_tuple(parts[2], parts[3]),
+                                          parts[4]);
     }
 
     const std::uint64_t* number_;

@@ -69,8 +69,21 @@ private:
 };
 
 enum DataType : int32_t {
-    DT_FLOAT = 0, DT_FLOAT16 = 1, DT_INT8 = 2, DT_INT32 = 3, DT_UINT8 = 4, DT_INT16 = 6, DT_UINT16 = 7, DT_UINT32 = 8,
-    DT_INT64 = 9, DT_UINT64 = 10, DT_DOUBLE = 11, DT_BOOL = 12, DT_STRING = 13, DT_BF16 = 27, DT_UNDEFINED = 28
+    DT_FLOAT = 0,
+    DT_FLOAT16 = 1,
+    DT_INT8 = 2,
+    DT_INT32 = 3,
+    DT_UINT8 = 4,
+    DT_INT16 = 6,
+    DT_UINT16 = 7,
+    DT_UINT32 = 8,
+    DT_INT64 = 9,
+    DT_UINT64 = 10,
+    DT_DOUBLE = 11,
+    DT_BOOL = 12,
+    DT_STRING = 13,
+    DT_BF16 = 27,
+    DT_UNDEFINED = 28
 };
 
 enum class LlmRole : int32_t { kPrompt = 1, kDecoder = 2, kMix = 3, kEnd };
@@ -136,8 +149,8 @@ public:
         return Guarded([&] {
             const bool in_order[] = {true, (Add(arguments), true)...};
             static_cast<void>(in_order);
-            const LldCall call = {LLM_DATADIST_ABI, method_, {numbers_.data(), numbers_.size()}, texts_.data(),
-                                  lists_.data(), put, to};
+            const LldCall call = {
+                LLM_DATADIST_ABI, method_, {numbers_.data(), numbers_.size()}, texts_.data(), lists_.data(), put, to};
             return llm_datadist_call(&instance_, &call);
         });
     }
@@ -163,12 +176,13 @@ public:
 private:
     static int Put(void* list, const uint64_t* values, std::size_t count) {
         return Guarded([&] {
-            static_cast<std::vector<uint64_t>*>(list)->assign(values, values + count);
-            return LLM_SUCCESS;
-        }) == LLM_SUCCESS;
+                   static_cast<std::vector<uint64_t>*>(list)->assign(values, values + count);
+                   return LLM_SUCCESS;
+               }) == LLM_SUCCESS;
     }
 
-    template <typename Number, typename = std::enable_if_t<std::is_arithmetic<Number>::value || std::is_enum<Number>::value>>
+    template <typename Number,
+              typename = std::enable_if_t<std::is_arithmetic<Number>::value || std::is_enum<Number>::value>>
     void Add(Number number) {
         numbers_.push_back(static_cast<uint64_t>(number));
     }
@@ -185,9 +199,7 @@ private:
     }
     void Add(const CacheIndex& index) { AddAll(index.cluster_id, index.cache_id, index.batch_index); }
     void Add(const std::pair<int32_t, int32_t>& range) { AddAll(range.first, range.second); }
-    void Add(const KvCacheExtParam& ext) {
-        AddAll(ext.src_layer_range, ext.dst_layer_range, ext.tensor_num_per_layer);
-    }
+    void Add(const KvCacheExtParam& ext) { AddAll(ext.src_layer_range, ext.dst_layer_range, ext.tensor_num_per_layer); }
     void Add(const CacheDesc& desc) {
         AddAll(desc.placement, desc.num_tensors, desc.data_type);
         lists_.push_back({reinterpret_cast<const uint64_t*>(desc.shape.data()), desc.shape.size()});
