@@ -17,11 +17,12 @@ EXAMPLE = ROOT / "examples" / "cpp"
 
 
 def _by_one_line(folder: Path) -> Path:
-    (line,) = re.findall(r"^//   (g\+\+ .*)$", (EXAMPLE / "roles.cpp").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^```\n(g\+\+ .*)\n```", (ROOT / "docs" / "cpp.md").read_text(), re.MULTILINE)
+    assert f"//   {line.replace('examples/cpp/', '')}\n" in (EXAMPLE / "roles.cpp").read_text()
     options = run_here("cpp", "--cflags", "--libs").stdout.strip()
     asked = "$(llm-datadist cpp --cflags --libs)"
     assert asked in line
-    shutil.copy(EXAMPLE / "roles.cpp", folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
     return _built(folder, line.replace(asked, options))
 
 

@@ -1,7 +1,6 @@
 // libllm_datadist.so: finds or starts the interpreter, and passes calls to the bridge in the native module.
 //
-// It has no symbol of Python to link, so that programs link without libpython. docs/notes/cpp.md says which thread does
-// what, and what happens at a fork and at the end.
+// It has no symbol of Python to link, so that programs link without libpython.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -121,6 +120,7 @@ void start() {
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     std::thread([done, executable] {
+        pthread_setname_np(pthread_self(), "lldd-python");
         try {
             find<void(const wchar_t*)>("Py_SetProgramName")(
                 find<wchar_t*(const char*, std::size_t*)>("Py_DecodeLocale")(executable.c_str(), nullptr));
