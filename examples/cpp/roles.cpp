@@ -1,6 +1,6 @@
 // A prompt and a decoder in C++: blocks pulled, copied and pushed; then they change roles and it goes the other way.
 //
-//   g++ -std=c++14 roles.cpp $(llm-datadist cpp --cflags --libs) -o roles
+//   g++ roles.cpp $(llm-datadist cpp --cflags --libs) -o roles
 //   ./roles prompt 26000 26001        and, once it says that it listens,        ./roles decoder 26000 26001
 #include <llm_datadist/llm_datadist.h>
 

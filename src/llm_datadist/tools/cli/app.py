@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import llm_datadist
+from llm_datadist._native import _native
 from llm_datadist.config import TRANSPORT
 from llm_datadist.tools.cli.bench import bench
-from llm_datadist.tools.cli.cpp import cpp
 from llm_datadist.tools.cli.doctor import doctor
 from llm_datadist.tools.cli.keys import keys
 from llm_datadist.tools.cli.size import size
@@ -82,6 +83,20 @@ def demo(
     raise typer.Exit(run_demo(transport, memory, device, as_json=as_json, secure=secure))
 
 
+@app.command(epilog=examples("llm-datadist cpp --cflags --libs", "llm-datadist cpp --cmake-dir"))
+def cpp(
+    cflags: Annotated[bool, typer.Option("--cflags", help="Print the options of a compiler.")] = False,
+    libs: Annotated[bool, typer.Option("--libs", help="Print the options of a linker.")] = False,
+    cmake_dir: Annotated[bool, typer.Option("--cmake-dir", help="Print the folder for llm_datadist_DIR.")] = False,
+) -> None:
+    """Print what C++ programs are built with. Without an option: the folder of header and library."""
+    folder = Path(_native.__file__).parent.parent / "cpp"  # beside the native module, also of an editable installation
+    lib = folder / "lib"
+    asked = {f"-I{folder}/include": cflags, f"-L{lib} -Wl,-rpath,{lib} -lllm_datadist": libs}
+    asked[f"{lib}/cmake/llm_datadist"] = cmake_dir
+    print(*([each for each, wanted in asked.items() if wanted] or [folder]))
+
+
 app.command(
     epilog=examples(
         "llm-datadist bench --json results.json --plot .",
@@ -106,11 +121,5 @@ app.command(
         "llm-datadist doctor --peer 10.0.0.7:26000 --cluster-id 7 --secrets /etc/datadist/secrets",
     )
 )(doctor)
-app.command(
-    epilog=examples(
-        "g++ prompt.cpp $(llm-datadist cpp --cflags --libs) -o prompt",
-        "cmake -Dllm_datadist_DIR=$(llm-datadist cpp --cmake-dir) .",
-    )
-)(cpp)
 app.add_typer(stores, name="store")
 app.add_typer(keys, name="keys")
