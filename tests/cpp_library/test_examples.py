@@ -2,15 +2,12 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.cpp_peer import FOLDER
-from tests.support.linking import free_port
+from tests.support.cpp_peer import FOLDER, run_roles
 from tests.support.source import ROOT, run, run_here
 
 EXAMPLE = ROOT / "examples" / "cpp"
@@ -50,19 +47,7 @@ def _built(folder: Path, command: str, program: str = "roles") -> Path:
 def test_roles_pull_copy_push_and_change_places_in_two_processes(way: Callable[[Path], Path], tmp_path: Path) -> None:
     if way is _by_pkg_config and not shutil.which("pkg-config"):
         pytest.skip("no pkg-config")
-    program, ports = way(tmp_path), (str(free_port()), str(free_port()))
-    pipe, started = subprocess.PIPE, []
-    try:
-        for role in ("prompt", "decoder"):
-            started.append(subprocess.Popen([program, role, *ports], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-            assert started[-1].stdout is not None
-            assert started[-1].stdout.readline().startswith("listening"), started[-1].communicate()
-        assert [each.communicate("\n", 60) for each in started] == [("bytes equal\n", "")] * 2
-        assert [each.returncode for each in started] == [0, 0]
-    finally:
-        for each in started:
-            each.kill()
-            each.communicate()
+    run_roles(way(tmp_path))
 
 
 def test_the_command_says_where_everything_is() -> None:

@@ -1,14 +1,14 @@
 """The header, as compilers take it, and how build systems find it and the library."""
 
-import itertools
-import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.cpp_peer import COMPILERS, FOLDER, PROGRAMS, build
-from tests.support.source import ROOT, run, run_here
+from tests.cpp_library.test_failures import PROVOKED
+from tests.support.cpp_peer import COMPILERS, FOLDER, build
+from tests.support.source import ROOT, run
 
 _STANDARDS = ("-std=c++14", "-std=c++17", "-std=c++20")
 
@@ -35,3 +35,21 @@ def test_programs_of_either_string_of_libstdcpp_link_the_same_library(tmp_path: 
     )
     for value in "01":
         assert run(build(str(source), f"-D_GLIBCXX_USE_CXX11_ABI={value}")).returncode == 0
+
+
+def _page() -> str:
+    return (ROOT / "docs" / "cpp.md").read_text()
+
+
+def test_the_code_on_the_page_compiles(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```cpp\n(.*?)^```", _page(), re.MULTILINE | re.DOTALL)
+    head, _, body = code.partition("\n\n")
+    source = tmp_path / "page.cpp"
+    source.write_text(f"#include <iostream>\n{head}\nvoid page(ClusterInfo prompt, Cache cache) {{\n{body}}}\nint main() {{}}\n")
+    assert run(build(str(source))).returncode == 0
+
+
+def test_the_page_has_every_status_that_calls_return_and_each_is_provoked() -> None:
+    values = dict(re.findall(r"(LLM_\w+) = (\w+);", (FOLDER / "include/llm_datadist/llm_datadist.h").read_text()))
+    told = {int(values[each], 0) for each in re.findall(r"^\| `(LLM_\w+)` \|", _page(), re.MULTILINE)}
+    assert told == {0, *PROVOKED}

@@ -6,13 +6,13 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.linking import free_port
 from tests.support.source import ROOT, compiled
 
 #: Header and library as installed, beside the native module.
@@ -129,4 +129,19 @@ def init(transport: str, port: int | None = None, **more: str) -> str:
     return " ".join(["init", *(f"llm.{name}={value}" for name, value in (options | more).items())])
 
 
-PYTHON: Final = sys.executable
+def run_roles(program: Path, environment: dict[str, str] | None = None) -> None:
+    """Run both roles of the example, which compare their bytes."""
+    pipe, started = subprocess.PIPE, list[subprocess.Popen[str]]()
+    ports = [str(free_port()) for _ in range(2)]
+    try:
+        for role in ("prompt", "decoder"):
+            command = [program, role, *ports]
+            started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment))
+            assert started[-1].stdout is not None
+            assert started[-1].stdout.readline().startswith("listening"), started[-1].communicate()
+        assert [each.communicate("\n", _SECONDS) for each in started] == [("bytes equal\n", "")] * 2
+        assert [each.returncode for each in started] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
