@@ -116,11 +116,11 @@ void start() {
                     "interpreter that was built with --enable-shared in LLM_DATADIST_PYTHON");
     auto* done = new std::promise<void>();  // used by a thread that may outlive all else
     std::future<void> over = done->get_future();
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before);
     std::thread([done, executable] {
         pthread_setname_np(pthread_self(), "lldd-python");
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_BLOCK, &all, nullptr);
         try {
             find<void(const wchar_t*)>("Py_SetProgramName")(
                 find<wchar_t*(const char*, std::size_t*)>("Py_DecodeLocale")(executable.c_str(), nullptr));
@@ -133,7 +133,6 @@ void start() {
         }
         for (;;) pause();
     }).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     over.get();
     started_here = true;
 }
@@ -143,7 +142,8 @@ std::string python_error() {
     void *kind = nullptr, *value = nullptr, *trace = nullptr;
     find<void(void**, void**, void**)>("PyErr_Fetch")(&kind, &value, &trace);
     void* text = find<void*(void*)>("PyObject_Str")(value == nullptr ? kind : value);
-    const char* bytes = find<const char*(void*, ssize_t*)>("PyUnicode_AsUTF8AndSize")(text, nullptr);
+    auto* utf8 = find<const char*(void*, ssize_t*)>("PyUnicode_AsUTF8AndSize");
+    const char* bytes = text == nullptr ? nullptr : utf8(text, nullptr);
     return bytes == nullptr ? "import llm_datadist fails" : bytes;  // what stays in memory is little, and rare
 }
 

@@ -33,6 +33,9 @@ public:
 
     explicit operator bool() const { return entered_; }
 
+    // In a forked child: threads of the parent are in no call of it.
+    static void forget() { inside = 0; }
+
     // Refuses calls, and waits for those that run. Called with Python's lock, which it gives back meanwhile.
     static void close() {
         closed = true;

@@ -1,6 +1,7 @@
 // Calls of C++ programs (llm_datadist/cpp), made on llm_datadist.cpp_api.
 #include <llm_datadist/call.h>
 #include <nanobind/nanobind.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -45,13 +46,13 @@ constexpr struct {
 // Names of llm_datadist.cpp_api.
 struct Api {
     nb::module_ module = nb::module_::import_("llm_datadist.cpp_api");
-    nb::object LlmDataDist = module.attr("LlmDataDist"), LlmRole = module.attr("LlmRole"),
-               CachePlacement = module.attr("CachePlacement"), DataType = module.attr("DataType"),
-               DT_UNDEFINED = module.attr("DT_UNDEFINED"), CacheDesc = module.attr("CacheDesc"),
-               Cache = module.attr("Cache"), CacheIndex = module.attr("CacheIndex"),
-               ClusterInfo = module.attr("ClusterInfo"), IpInfo = module.attr("IpInfo"),
-               KvCacheExtParam = module.attr("KvCacheExtParam"),
-               ALL_LAYERS = nb::module_::import_("llm_datadist.cpp_api.arguments").attr("ALL_LAYERS");
+    nb::object Cache = module.attr("Cache"), CacheIndex = module.attr("CacheIndex"),
+               ALL_LAYERS = module.attr("arguments").attr("ALL_LAYERS");
+
+    template <typename... Arguments>
+    nb::object make(const char* name, Arguments&&... arguments) const {
+        return module.attr(name)(std::forward<Arguments>(arguments)...);
+    }
 
     // Imported at the first call, and never freed.
     static const Api& get() {
@@ -77,7 +78,7 @@ public:
             case 'n': return nb::int_(number());
             case 'u': return nb::int_(*number_++);
             case 'f': return nb::bool_(number() != 0);
-            case 'r': return api.LlmRole(number());
+            case 'r': return api.make("LlmRole", number());
             case 'o': return options();
             case 'k': return list_of([&] { return cluster(); });
             case 'd': return desc();
@@ -128,19 +129,20 @@ private:
         const std::uint64_t id = *number_++;
         const std::int64_t role = number();
         const nb::list local = list_of([&] { return endpoint(); });
-        return Api::get().ClusterInfo(id, role, local, list_of([&] { return endpoint(); }));
+        return Api::get().make("ClusterInfo", id, role, local, list_of([&] { return endpoint(); }));
     }
     nb::object endpoint() {
         const nb::object ip = text();
-        return Api::get().IpInfo(ip, number());
+        return Api::get().make("IpInfo", ip, number());
     }
 
     nb::object desc() {
         const Api& api = Api::get();
-        const nb::object placement = api.CachePlacement(number());
-        const std::int64_t tensors = number(), type = number();
-        const nb::object shape = integers<std::int64_t>();
-        return api.CacheDesc(placement, tensors, type == undefined_type ? api.DT_UNDEFINED : api.DataType(type), shape);
+        const nb::object placement = api.make("CachePlacement", number());
+        const std::int64_t tensors = number(), code = number();
+        const nb::object type =
+            code == undefined_type ? nb::object(api.module.attr("DT_UNDEFINED")) : api.make("DataType", code);
+        return api.make("CacheDesc", placement, tensors, type, integers<std::int64_t>());
     }
 
     // Only its id is read, except of host memory without one.
@@ -173,8 +175,8 @@ private:
     nb::object layers() {
         const auto* parts = reinterpret_cast<const std::int64_t*>(std::exchange(number_, number_ + 5));
         if (std::count(parts, parts + 4, -1) == 4 && parts[4] == 2) return Api::get().ALL_LAYERS;
-        return Api::get().KvCacheExtParam(nb::make_tuple(parts[0], parts[1]), nb::make_tuple(parts[2], parts[3]),
-                                          parts[4]);
+        const nb::tuple src = nb::make_tuple(parts[0], parts[1]), dst = nb::make_tuple(parts[2], parts[3]);
+        return Api::get().make("KvCacheExtParam", src, dst, parts[4]);
     }
 
     const std::uint64_t* number_;
@@ -209,7 +211,8 @@ void write(nb::handle error, char* text, std::size_t capacity) {
 
 std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::size_t capacity) {
     if (call.method == LLD_INITIALIZE && instance->object == nullptr) {
-        nb::object made = Api::get().LlmDataDist(instance->cluster_id, Api::get().LlmRole(instance->role));
+        nb::object role = Api::get().make("LlmRole", instance->role);
+        nb::object made = Api::get().make("LlmDataDist", instance->cluster_id, role);
         if (instance->object == nullptr) instance->object = made.release().ptr();  // no other thread has made one
     }
     const nb::handle dist(static_cast<PyObject*>(instance->object));
@@ -274,6 +277,7 @@ std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* t
 
 void bind_cpp(nb::module_& m) {
     static const LldBridge bridge{LLM_DATADIST_ABI, &call_in_python};
+    pthread_atfork(nullptr, nullptr, &Attached::forget);
     m.attr("cpp_bridge") = nb::steal(PyCapsule_New(const_cast<LldBridge*>(&bridge), LLM_DATADIST_BRIDGE, nullptr));
 }
 

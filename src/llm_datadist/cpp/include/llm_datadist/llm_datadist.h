@@ -144,11 +144,18 @@ class Call {
 public:
     Call(LldInstance& instance, LldMethod method) : instance_(instance), method_(method) {}
 
+    template <typename T>
+    Call& Into(std::vector<T>& results) {
+        results.clear();
+        to = &results;
+        put = &Put<T>;
+        return *this;
+    }
+
     template <typename... Arguments>
     Status Run(const Arguments&... arguments) {
         return Guarded([&] {
-            const bool in_order[] = {true, (Add(arguments), true)...};
-            static_cast<void>(in_order);
+            AddAll(arguments...);
             const LldCall call = {
                 LLM_DATADIST_ABI, method_, {numbers_.data(), numbers_.size()}, texts_.data(), lists_.data(), put, to};
             return llm_datadist_call(&instance_, &call);
@@ -169,16 +176,15 @@ public:
 #endif
     }
 
-    std::vector<uint64_t> results;
-    int (*put)(void*, const uint64_t*, std::size_t) = &Put;
-    void* to = &results;
+    int (*put)(void*, const uint64_t*, std::size_t) = nullptr;
+    void* to = nullptr;
 
 private:
-    static int Put(void* list, const uint64_t* values, std::size_t count) {
+    template <typename T>
+    static int Put(void* results, const uint64_t* values, std::size_t count) {
         return Guarded([&] {
-                   static_cast<std::vector<uint64_t>*>(list)->assign(values, values + count);
-                   return LLM_SUCCESS;
-               }) == LLM_SUCCESS;
+                   return static_cast<std::vector<T>*>(results)->assign(values, values + count), LLM_SUCCESS;
+               }) == 0;
     }
 
     template <typename Number,
@@ -213,7 +219,7 @@ private:
     }
     template <typename... Parts>
     void AddAll(const Parts&... parts) {
-        const bool in_order[] = {(Add(parts), true)...};
+        const bool in_order[] = {true, (Add(parts), true)...};
         static_cast<void>(in_order);
     }
 
@@ -249,23 +255,23 @@ public:
     // Links to peers that listen; rets: a status for each, or none if an argument is invalid.
     Status LinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                            int32_t timeout_in_millis = 1000) {
-        return RunEach(rets, LLD_LINK, clusters, timeout_in_millis);
+        return detail::Call(instance_, LLD_LINK).Into(rets).Run(clusters, timeout_in_millis);
     }
 
     Status UnlinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                              int32_t timeout_in_millis = 1000, bool force_flag = false) {
-        return RunEach(rets, LLD_UNLINK, clusters, timeout_in_millis, force_flag);
+        return detail::Call(instance_, LLD_UNLINK).Into(rets).Run(clusters, timeout_in_millis, force_flag);
     }
 
     Status AllocateCache(const CacheDesc& cache_desc, Cache& cache) {
         return detail::Call::Guarded([&] {
-            detail::Call call(instance_, LLD_ALLOCATE);
             CacheDesc desc = cache_desc;  // before the call: nothing fails after it
-            const Status status = call.Run(cache_desc);
+            std::vector<uint64_t> made;
+            const Status status = detail::Call(instance_, LLD_ALLOCATE).Into(made).Run(cache_desc);
             if (status != LLM_SUCCESS) return status;
-            cache.cache_id = static_cast<int64_t>(call.results[0]);
-            call.results.erase(call.results.begin());
-            cache.tensor_addrs = std::move(call.results);
+            cache.cache_id = static_cast<int64_t>(made[0]);
+            made.erase(made.begin());
+            cache.tensor_addrs = std::move(made);
             cache.cache_desc = std::move(desc);
             return status;
         });
@@ -323,19 +329,6 @@ private:
     template <typename... Arguments>
     Status Run(LldMethod method, const Arguments&... arguments) {
         return detail::Call(instance_, method).Run(arguments...);
-    }
-
-    template <typename... Arguments>
-    Status RunEach(std::vector<Status>& rets, LldMethod method, const std::vector<ClusterInfo>& clusters,
-                   const Arguments&... arguments) {
-        return detail::Call::Guarded([&] {
-            detail::Call call(instance_, method);
-            rets.clear();
-            rets.reserve(clusters.size());  // before the call: nothing fails after it
-            const Status status = call.Run(clusters, arguments...);
-            for (const uint64_t each : call.results) rets.push_back(static_cast<Status>(each));
-            return status;
-        });
     }
 
     LldInstance instance_;
