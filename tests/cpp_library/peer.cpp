@@ -19,7 +19,7 @@ using namespace llm_datadist;
 using Words = std::istringstream;
 using Options = std::map<AscendString, AscendString>;
 
-// Closes last of all, after everything that Initialize has loaded, also where a command did not end it.
+// Its destructor runs last of all, after those of everything that Initialize has loaded.
 std::unique_ptr<LlmDataDist> dist;
 std::map<std::string, Cache> caches;
 std::map<std::string, std::vector<std::vector<uint8_t>>> memory;
@@ -209,7 +209,7 @@ Status run(const std::string& what, Words& words, std::string& text) {
         dist.reset(new LlmDataDist(cluster, static_cast<LlmRole>(next<int>(words))));
         return LLM_SUCCESS;
     }
-    if (what == "delete") return dist.reset(), LLM_SUCCESS;
+    if (what == "forget") return dist.release(), LLM_SUCCESS;
     if (what == "init") return dist->Initialize(options(words));
     if (what == "finalize") return dist->Finalize(), LLM_SUCCESS;
     if (what == "role") {

@@ -227,20 +227,25 @@ def _pull(world: cpp.World) -> tuple[int, str]:
     return cpp.attempt(world, "PullKvBlocks", cpp.CacheIndex(1, 1), cpp.Use("kv"), [2], [3])
 
 
+@pytest.mark.parametrize("object", ["static", "forgotten"])
 def test_a_program_that_returns_from_main_with_all_it_has_tells_its_peers(
-    peers: ExitStack, processes: Processes
+    peers: ExitStack, processes: Processes, object: str
 ) -> None:
     port = free_port()
     prompt = born(peers, LlmRole.kPrompt, 1, "auto", port)
     cache(prompt, "kv", "pool")
     decoder, _ = python(processes, LlmRole.kDecoder, 2, "auto")
     cpp.link(decoder, 1, port)
+    if object == "forgotten":
+        prompt.ok("forget")
     assert prompt.exit() == 0
-    wait_until(lambda: decoder.do(_links) == 0)
+    wait_until(lambda: decoder.do(_links)[0] == 0)
+    assert decoder.do(_links) == (0, {}), "it was unlinked, not lost"
 
 
-def _links(world: cpp.World) -> int:
-    return len(world.dd.statistics().links)
+def _links(world: cpp.World) -> tuple[int, dict[str, int]]:
+    statistics = world.dd.statistics()
+    return len(statistics.links), statistics.links_lost
 
 
 def test_sixteen_threads_pull_while_one_links_and_unlinks_and_each_has_its_own_reason(peers: ExitStack) -> None:
