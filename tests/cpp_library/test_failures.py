@@ -1,9 +1,7 @@
 """What fails in a C++ program: every status, other processes and threads that end, forks, interpreters."""
 
-import os
 import re
-import signal
-import subprocess
+import sys
 import venv
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm_datadist.cpp_api import LlmRole
-from tests.cpp_library.test_peers import (
+from llm_datadist.cpp_api import CacheIndex, LlmRole
+from tests.support import cpp
+from tests.support.cpp import Shape
+from tests.support.cpp_peer import (
     ALREADY,
     EXIST_LINK,
     FAILED,
     INVALID,
-    KV,
     LINK_FAILED,
     NO_CACHE,
     NO_MEMORY,
@@ -25,27 +24,33 @@ from tests.cpp_library.test_peers import (
     NOT_LINKED,
     PEER_DIED,
     TIMEOUT,
+    Peer,
     born,
     cache,
-    peers,
-    processes,
+    init,
     python,
     target,
     there,
 )
-from tests.support import cpp
-from tests.support.cpp import Shape
-from tests.support.cpp_peer import Peer, init
 from tests.support.ends import Processes, freeze, frozen
 from tests.support.linking import free_port
-from tests.support.moves import wait_until
+from tests.support.moves import Use, wait_until
 from tests.support.source import ROOT
-
-__all__ = ["peers", "processes"]  # fixtures
+from tests.support.world import World
 
 #: Statuses that the tests below provoke.
 PROVOKED = {
-    ALREADY, EXIST_LINK, FAILED, INVALID, LINK_FAILED, NOT_ENABLED, NOT_LINKED, NO_CACHE, NO_MEMORY, PEER_DIED, TIMEOUT
+    ALREADY,
+    EXIST_LINK,
+    FAILED,
+    INVALID,
+    LINK_FAILED,
+    NOT_ENABLED,
+    NOT_LINKED,
+    NO_CACHE,
+    NO_MEMORY,
+    PEER_DIED,
+    TIMEOUT,
 }
 
 #: Commands after two caches of four blocks and rows, allocated as 1 and registered as 2; status; part of the reason.
@@ -124,9 +129,15 @@ REFUSED = [
     ("copy_blocks a b 1,2 1", INVALID, "dst_blocks_list[0]"),
     ("copy_blocks a b 4 1", INVALID, "4"),
     ("named a 77", 0, ""),
-    *((f"{call} a 2 1 0 {what} -", NO_CACHE, "77") for call, what in [
-        ("pull_blocks", "1 1"), ("pull_cache", "0 -1"), ("push_blocks", "1 1"), ("push_cache", "0 -1")
-    ]),
+    *(
+        (f"{call} a 2 1 0 {what} -", NO_CACHE, "77")
+        for call, what in [
+            ("pull_blocks", "1 1"),
+            ("pull_cache", "0 -1"),
+            ("push_blocks", "1 1"),
+            ("push_cache", "0 -1"),
+        ]
+    ),
     ("copy_cache a b 0 0 0", NO_CACHE, "77"),
     ("copy_blocks a b 1 1", NO_CACHE, "77"),
     ("named a 1", 0, ""),
@@ -147,7 +158,8 @@ def test_every_call_has_a_status_and_a_reason_for_every_mistake_and_moves_nothin
 
 def test_each_cluster_has_its_status_and_the_overall_one_is_the_last_failure(peers: ExitStack) -> None:
     ports = free_port(), free_port()
-    first, second = (born(peers, LlmRole.kPrompt, i, "auto", port) for i, port in enumerate(ports, 1))
+    for cluster_id, port in enumerate(ports, 1):
+        born(peers, LlmRole.kPrompt, cluster_id, "auto", port)
     decoder = born(peers, LlmRole.kDecoder, 3, "auto")
     nobody = free_port()
     both = f"1@127.0.0.1:{ports[0]} 9@127.0.0.1:{nobody} 2@127.0.0.1:{ports[1]}"
@@ -223,8 +235,8 @@ def test_python_sees_a_cpp_program_killed_and_links_to_its_next_life(peers: Exit
     assert np.array_equal(there(decoder, "kv"), ours)
 
 
-def _pull(world: cpp.World) -> tuple[int, str]:
-    return cpp.attempt(world, "PullKvBlocks", cpp.CacheIndex(1, 1), cpp.Use("kv"), [2], [3])
+def _pull(world: World) -> tuple[int, str]:
+    return cpp.attempt(world, "PullKvBlocks", CacheIndex(1, 1), Use("kv"), [2], [3])
 
 
 @pytest.mark.parametrize("object", ["static", "forgotten"])
@@ -243,7 +255,7 @@ def test_a_program_that_returns_from_main_with_all_it_has_tells_its_peers(
     assert decoder.do(_links) == (0, {}), "it was unlinked, not lost"
 
 
-def _links(world: cpp.World) -> tuple[int, dict[str, int]]:
+def _links(world: World) -> tuple[int, dict[str, int]]:
     statistics = world.dd.statistics()
     return len(statistics.links), statistics.links_lost
 
@@ -324,7 +336,10 @@ def test_an_interpreter_that_cannot_serve_is_a_status_that_says_what_to_install(
 def test_the_interpreter_of_a_virtual_environment_may_be_named(peers: ExitStack, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     here = next((tmp_path / "venv").glob("lib/python3*/site-packages"))
-    paths = [str(ROOT / "src"), *(each for each in map(str, map(Path, __import__("sys").path)) if "site-packages" in each)]
+    paths = [
+        str(ROOT / "src"),
+        *(each for each in sys.path if "site-packages" in each),
+    ]
     (here / "test.pth").write_text("\n".join(f"import site; site.addsitedir({each!r})" for each in paths) + "\n")
     peer = Peer(LLM_DATADIST_PYTHON=str(tmp_path / "venv" / "bin" / "python"))
     peers.callback(peer.close)

@@ -14,13 +14,15 @@ _STANDARDS = ("-std=c++14", "-std=c++17", "-std=c++20")
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("flags", [*_STANDARDS, "-fno-exceptions", "-D_GLIBCXX_USE_CXX11_ABI=0", "-Wconversion -Wshadow"])
+@pytest.mark.parametrize(
+    "flags", [*_STANDARDS, "-fno-exceptions", "-D_GLIBCXX_USE_CXX11_ABI=0", "-Wconversion -Wshadow"]
+)
 def test_documented_names_types_defaults_and_values_compile_without_a_warning(compiler: str, flags: str) -> None:
     assert build("names.cpp", "-pedantic", *flags.split(), "-c", compiler=compiler, link=False).exists()
 
 
 def test_the_boundary_is_a_header_of_c() -> None:
-    header = '#include <llm_datadist/call.h>\nint main(void) { return sizeof(LldCall) == 0; }\n'
+    header = "#include <llm_datadist/call.h>\nint main(void) { return sizeof(LldCall) == 0; }\n"
     command = ["cc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only", "-xc", "-"]
     ran = subprocess.run([*command, f"-I{FOLDER}/include"], input=header, text=True, check=False, capture_output=True)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -29,7 +31,7 @@ def test_the_boundary_is_a_header_of_c() -> None:
 def test_programs_of_either_string_of_libstdcpp_link_the_same_library(tmp_path: Path) -> None:
     source = tmp_path / "both.cpp"
     source.write_text(
-        '#include <llm_datadist/llm_datadist.h>\n'
+        "#include <llm_datadist/llm_datadist.h>\n"
         "int main() { return llm_datadist::LlmDataDist(1, llm_datadist::LlmRole::kMix).SetRole("
         "llm_datadist::LlmRole::kMix) == llm_datadist::LLM_FAILED ? 0 : 1; }\n"
     )
@@ -45,7 +47,9 @@ def test_the_code_on_the_page_compiles(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```cpp\n(.*?)^```", _page(), re.MULTILINE | re.DOTALL)
     head, _, body = code.partition("\n\n")
     source = tmp_path / "page.cpp"
-    source.write_text(f"#include <iostream>\n{head}\nvoid page(ClusterInfo prompt, Cache cache) {{\n{body}}}\nint main() {{}}\n")
+    source.write_text(
+        f"#include <iostream>\n{head}\nvoid page(ClusterInfo prompt, Cache cache) {{\n{body}}}\nint main() {{}}\n"
+    )
     assert run(build(str(source))).returncode == 0
 
 

@@ -42,7 +42,9 @@ def test_calls_while_and_after_the_interpreter_ends_fail_and_wait_for_nothing() 
 
 
 def test_a_child_that_python_forks_while_a_thread_is_inside_a_call_is_refused_and_ends() -> None:
-    child = "print(hex(lib.copy() & 0xffffffff), lib.reason().decode(), flush=True); atexit._run_exitfuncs(); os._exit(0)"
+    child = (
+        "print(hex(lib.copy() & 0xffffffff), lib.reason().decode(), flush=True); atexit._run_exitfuncs(); os._exit(0)"
+    )
     fork = f"import atexit, os\nchild = os.fork()\nif child == 0: {child}\n"
     ran = _run(f"lib.keep_copying(); {fork}print(os.waitpid(child, 0)[1])", "CDLL")
     said, ended, *_ = ran.stdout.splitlines()

@@ -1,82 +1,19 @@
-"""C++ programs that link the library, beside Python's and each other: every method, every status, threads, ends."""
+"""C++ programs that link the library, beside Python's and each other: what moves, by every call."""
 
-import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from llm_datadist.cpp_api import CacheIndex, KvCacheExtParam, LlmRole
 from tests.support import cpp
 from tests.support.cpp import OK, Shape
-from tests.support.cpp_peer import Peer, init
-from tests.support.ends import ChildEnd, Processes, frozen
+from tests.support.cpp_peer import EXIST_LINK, FAILED, INVALID, NOT_LINKED, born, cache, python, target, there
+from tests.support.ends import Processes
 from tests.support.linking import free_port
 from tests.support.moves import Use
-from tests.support.world import World, read
 
-INVALID, FAILED, NO_CACHE, NOT_LINKED, ALREADY = 0x5010B005, 0xFFFFFFFF, 0x5010B002, 0x5010B007, 0x5010B008
-LINK_FAILED, EXIST_LINK, NOT_ENABLED, TIMEOUT = 0x5010B009, 0x5010B018, 0x5010B019, 0x5010B01A
-NO_MEMORY, PEER_DIED = 0x5010B01C, 507057
-KV = "1 4 3 8,16"  # device, four tensors, int32, eight blocks of 64 bytes
 PAIRS = [("shm", "pool"), ("cma", "private"), ("tcp", "private"), ("tcp", "pool")]
-
-
-@pytest.fixture
-def peers() -> Iterator[ExitStack]:
-    """Peers in C++; those that live at the end must end well."""
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Peers in Python."""
-    family = Processes()
-    yield family
-    family.part()
-
-
-def born(peers: ExitStack, role: LlmRole, cluster_id: int, transport: str, port: int | None = None, **more: str) -> Peer:
-    peer = Peer()
-    peers.callback(_ended, peer)
-    peer.ok(f"new {cluster_id} {role}")
-    peer.ok(init(transport, port, **more))
-    return peer
-
-
-def _ended(peer: Peer) -> None:
-    if peer.process.returncode != -signal.SIGKILL:
-        assert peer.close() == 0
-
-
-def cache(peer: Peer, name: str, memory: str, seed: int = 1000) -> NDArray[np.uint8]:
-    peer.ok(f"allocate {name} {seed} {KV}" if memory == "pool" else f"own {name} {seed} {KV} 1")
-    found = peer.bytes(name)
-    wanted = np.arange(seed, seed + 4 * 8 * 16, dtype=np.int32).view(np.uint8).reshape(4, 8, -1)
-    assert np.array_equal(found, wanted)
-    return found.copy()
-
-
-def python(processes: Processes, role: LlmRole, cluster_id: int, transport: str) -> tuple[ChildEnd, int]:
-    end = processes.child(f"python {cluster_id}")
-    return end, end.do(cpp.start, role, cluster_id, transport, {})
-
-
-def there(end: ChildEnd, name: str) -> NDArray[np.uint8]:
-    return np.stack(end.do(_read, name))
-
-
-def _read(world: World, name: str) -> list[NDArray[np.uint8]]:
-    return read(world.caches[name])
-
-
-def target(index: CacheIndex, row: int = 0) -> str:
-    return f"{index.cluster_id} {index.cache_id} {row}"
 
 
 @pytest.mark.parametrize(("transport", "memory"), PAIRS)

@@ -36,5 +36,7 @@ def test_the_library_for_cpp_exports_its_two_functions_and_needs_no_python() -> 
     library = str(FOLDER / "lib" / "libllm_datadist.so")
     listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     assert [line.split()[-1] for line in listed.splitlines()] == ["llm_datadist_call", "llm_datadist_last_error"]
-    wanted = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+    wanted = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
     assert not re.search(r"\b_?Py", wanted)

@@ -6,15 +6,25 @@ import select
 import shutil
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_datadist.cpp_api import CacheIndex, LlmRole
+from tests.support import cpp
+from tests.support.ends import ChildEnd, Processes
 from tests.support.linking import free_port
 from tests.support.source import ROOT, compiled
+from tests.support.world import World, read
 
+INVALID, FAILED, NO_CACHE, NOT_LINKED, ALREADY = 0x5010B005, 0xFFFFFFFF, 0x5010B002, 0x5010B007, 0x5010B008
+LINK_FAILED, EXIST_LINK, NOT_ENABLED, TIMEOUT = 0x5010B009, 0x5010B018, 0x5010B019, 0x5010B01A
+NO_MEMORY, PEER_DIED = 0x5010B01C, 507057
+#: Device, four tensors, int32, eight blocks of 64 bytes.
+KV: Final = "1 4 3 8,16"
 #: Header and library as installed, beside the native module.
 FOLDER: Final = compiled("_native").parent.parent / "cpp"
 PROGRAMS: Final = ROOT / "tests" / "cpp_library"
@@ -127,6 +137,46 @@ def init(transport: str, port: int | None = None, **more: str) -> str:
     if port is not None:
         options["ListenIpInfo"] = f"127.0.0.1:{port}"
     return " ".join(["init", *(f"llm.{name}={value}" for name, value in (options | more).items())])
+
+
+def born(
+    peers: ExitStack, role: LlmRole, cluster_id: int, transport: str, port: int | None = None, **more: str
+) -> Peer:
+    peer = Peer()
+    peers.callback(_ended, peer)
+    peer.ok(f"new {cluster_id} {role}")
+    peer.ok(init(transport, port, **more))
+    return peer
+
+
+def _ended(peer: Peer) -> None:
+    if peer.process.returncode != -signal.SIGKILL:
+        assert peer.close() == 0
+
+
+def cache(peer: Peer, name: str, memory: str, seed: int = 1000) -> NDArray[np.uint8]:
+    peer.ok(f"allocate {name} {seed} {KV}" if memory == "pool" else f"own {name} {seed} {KV} 1")
+    found = peer.bytes(name)
+    wanted = np.arange(seed, seed + 4 * 8 * 16, dtype=np.int32).view(np.uint8).reshape(4, 8, -1)
+    assert np.array_equal(found, wanted)
+    return found.copy()
+
+
+def python(processes: Processes, role: LlmRole, cluster_id: int, transport: str) -> tuple[ChildEnd, int]:
+    end = processes.child(f"python {cluster_id}")
+    return end, end.do(cpp.start, role, cluster_id, transport, {})
+
+
+def there(end: ChildEnd, name: str) -> NDArray[np.uint8]:
+    return np.stack(end.do(_read, name))
+
+
+def _read(world: World, name: str) -> list[NDArray[np.uint8]]:
+    return read(world.caches[name])
+
+
+def target(index: CacheIndex, row: int = 0) -> str:
+    return f"{index.cluster_id} {index.cache_id} {row}"
 
 
 def run_roles(program: Path, environment: dict[str, str] | None = None) -> None:

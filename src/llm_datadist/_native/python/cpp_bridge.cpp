@@ -43,6 +43,8 @@ constexpr struct {
     {"CopyKvBlocks", "wwbm"},
 };
 
+static_assert(sizeof methods / sizeof methods[0] == LLD_COPY_BLOCKS + 1, "one of each");
+
 // Names of llm_datadist.cpp_api.
 struct Api {
     nb::module_ module = nb::module_::import_("llm_datadist.cpp_api");

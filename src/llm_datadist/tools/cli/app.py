@@ -94,7 +94,7 @@ def cpp(
     lib = folder / "lib"
     asked = {f"-I{folder}/include": cflags, f"-L{lib} -Wl,-rpath,{lib} -lllm_datadist": libs}
     asked[f"{lib}/cmake/llm_datadist"] = cmake_dir
-    print(*([each for each, wanted in asked.items() if wanted] or [folder]))
+    print(*[each for each, wanted in asked.items() if wanted] or [str(folder)])
 
 
 app.command(
