@@ -252,7 +252,9 @@ def test_a_program_that_returns_from_main_with_all_it_has_tells_its_peers(
         prompt.ok("forget")
     assert prompt.exit() == 0
     wait_until(lambda: decoder.do(_links)[0] == 0)
-    assert decoder.do(_links) == (0, {}), "it was unlinked, not lost"
+    born(peers, LlmRole.kPrompt, 1, "auto", port)
+    cpp.link(decoder, 1, port)  # by now a loss would be counted
+    assert decoder.do(_links) == (1, {}), "it was unlinked, not lost"
 
 
 def _links(world: World) -> tuple[int, dict[str, int]]:
@@ -271,6 +273,14 @@ def test_sixteen_threads_pull_while_one_links_and_unlinks_and_each_has_its_own_r
     decoder.ok(f"storm 16 30 1 1 0 2@127.0.0.1:{ports[1]} ; kv")
     ours[:, :8] = theirs[:, :8]
     assert np.array_equal(decoder.bytes("kv"), ours)
+
+
+def test_no_thread_of_the_program_is_the_interpreters_main_thread(peers: ExitStack) -> None:
+    """Calls of that one would be errands of another thread: slower, and for the sake of signal handlers in Python."""
+    peer = born(peers, LlmRole.kMix, 1, "auto", free_port())
+    peer.ok("role 1")
+    names = {each.read_text().strip() for each in Path(f"/proc/{peer.process.pid}/task").glob("*/comm")}
+    assert names & {"lldd-python", "lldd-call"} == {"lldd-python"}
 
 
 def test_a_forked_child_is_refused_and_ends_well_and_the_parent_goes_on(peers: ExitStack) -> None:

@@ -44,8 +44,8 @@ std::uint32_t double_of_engine(LldInstance* instance, const LldCall* call, char*
 const LldBridge double_bridge{LLM_DATADIST_ABI, &double_of_engine};
 
 void take() {
-    CHECK(!ended);  // a thread that waits for the lock then never comes back
     gil.lock();
+    CHECK(!ended);  // a thread that waits for the lock then never comes back
     holds = true;
 }
 
