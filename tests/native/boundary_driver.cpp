@@ -1,11 +1,27 @@
-// The library that C++ programs link, over doubles of the interpreter and of the engine: sixteen threads, and its end.
+// The library that C++ programs link, over doubles of the interpreter and of the engine: want of memory, sixteen
+// threads, and the interpreter's end.
+#include <functional>
 #include <map>
+#include <new>
 #include <vector>
 
 #include "../../src/llm_datadist/cpp/library.cpp"
 #include "check.hpp"
 #include "llm_datadist/llm_datadist.h"
 #include "python/attached.hpp"
+
+using namespace llm_datadist;
+
+static thread_local long until_one_fails = -1;  // allocations of the thread; -1: none fails
+
+__attribute__((noinline)) void* operator new(std::size_t size) {
+    void* made = until_one_fails == 0 ? nullptr : std::malloc(size);
+    if (until_one_fails > 0) --until_one_fails;
+    if (made == nullptr) throw std::bad_alloc();
+    return made;
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -39,6 +55,12 @@ std::uint32_t double_of_engine(LldInstance* instance, const LldCall* call, char*
             usleep(5000);  // as a call that waits for its peer
             PyEval_RestoreThread(nullptr);
             return call->put(call->to, each.data(), each.size()) != 0 ? 7 : 8;
+        }
+        case LLD_ALLOCATE:
+        case LLD_REGISTER: {
+            const std::uint64_t made[] = {7, 4096, 8192};
+            return call->put(call->to, made, call->method == LLD_ALLOCATE ? 3 : 1) != 0 ? LLM_SUCCESS
+                                                                                        : LLM_OUT_OF_MEMORY;
         }
         default: return 0;
     }
@@ -85,8 +107,6 @@ void PyEval_RestoreThread(PyThreadState*) { take(); }
 
 }  // extern "C"
 
-using namespace llm_datadist;
-
 namespace {
 
 // Calls until they are refused for the interpreter's end.
@@ -108,6 +128,48 @@ void call(LlmDataDist& shared, std::uint64_t i, std::atomic<int>& begun) {
     CHECK(std::string(LastError()) == "ended");
 }
 
+// Every call of an instance, with one allocation after the other failing, until none does.
+void starve(LlmDataDist& dist) {
+    std::vector<ClusterInfo> clusters(2);
+    clusters[0].remote_ip_infos.resize(2);
+    const std::map<AscendString, AscendString> options{{OPTION_DEVICE_ID, "0"}};
+    const std::vector<uint64_t> blocks{1, 2};
+    const std::vector<std::vector<uint64_t>> lists{blocks, blocks};
+    std::vector<Status> rets;
+    int64_t id = -1;
+    CacheDesc desc;
+    desc.shape = {4, 4};
+    Cache cache;
+    const std::function<Status()> calls[] = {
+        [&] { return dist.Initialize(options); },
+        [&] { return dist.SetRole(LlmRole::kMix, options); },
+        [&] { return dist.LinkLlmClusters(clusters, rets) == 7 ? LLM_SUCCESS : LLM_OUT_OF_MEMORY; },
+        [&] { return dist.UnlinkLlmClusters(clusters, rets, 1, true); },
+        [&] { return dist.AllocateCache(desc, cache); },
+        [&] { return dist.RegisterKvCache(desc, blocks, {}, id); },
+        [&] { return dist.PullKvCache({}, cache); },
+        [&] { return dist.PullKvBlocks({}, cache, blocks, blocks) == refused ? LLM_SUCCESS : LLM_OUT_OF_MEMORY; },
+        [&] { return dist.PushKvCache(cache, {}); },
+        [&] { return dist.PushKvBlocks(cache, {}, blocks, blocks); },
+        [&] { return dist.CopyKvCache(cache, cache); },
+        [&] { return dist.CopyKvBlocks(cache, cache, blocks, lists); },
+        [&] { return dist.UnregisterKvCache(7); },
+        [&] { return dist.DeallocateCache(7); },
+    };
+    for (const auto& each : calls) {
+        Status status = LLM_OUT_OF_MEMORY;
+        long failing = 0;
+        for (; status == LLM_OUT_OF_MEMORY; ++failing) {
+            until_one_fails = failing;
+            status = each();
+            until_one_fails = -1;
+        }
+        CHECK(status == LLM_SUCCESS && failing > 1);
+    }
+    CHECK(id == 7 && cache.cache_id == 7 && cache.tensor_addrs == (std::vector<uintptr_t>{4096, 8192}));
+    CHECK(rets == std::vector<Status>() && cache.cache_desc.shape == desc.shape);
+}
+
 }  // namespace
 
 int main() {
@@ -115,6 +177,8 @@ int main() {
     LlmDataDist shared(1, LlmRole::kMix);
     CHECK(shared.PullKvBlocks({}, {}, {1}, {1}) == LLM_FAILED);  // not loaded: nothing of Python has been called
     CHECK(made == 0);
+    CHECK(shared.Initialize({}) == LLM_SUCCESS);
+    starve(shared);
     std::atomic<int> begun{0};
     std::vector<std::thread> threads;
     for (std::uint64_t i = 0; i < 16; ++i) threads.emplace_back([&, i] { call(shared, i, begun); });
@@ -126,6 +190,6 @@ int main() {
     for (std::thread& each : threads) each.join();
     CHECK(shared.Initialize({}) == LLM_FAILED);
     CHECK(counts[1] > 16 && made < calls);
-    CHECK(alive <= 18);  // those of threads that have ended before are freed
+    CHECK(alive <= 19);  // those of threads that have ended before are freed
     std::printf("%d calls, %d thread states\n", calls.load(), made.load());
 }
