@@ -42,28 +42,26 @@ std::uint32_t double_of_engine(LldInstance* instance, const LldCall* call, char*
     }
     ++calls;
     int& count = counts[instance->cluster_id];
-    switch (call->method) {
-        case LLD_INITIALIZE: instance->object = &count; return 0;
-        case LLD_RELEASE: instance->object = nullptr; return 0;
-        case LLD_PULL_BLOCKS:
-            count += call->lists[0].data[0] == call->lists[1].data[0];
-            snprintf(text, capacity, "block %d", static_cast<int>(call->lists[0].data[0]));
-            return refused;
-        case LLD_LINK: {
-            const std::vector<std::uint64_t> each(call->numbers.data[0], 7);
-            PyEval_SaveThread();
-            usleep(5000);  // as a call that waits for its peer
-            PyEval_RestoreThread(nullptr);
-            return call->put(call->to, each.data(), each.size()) != 0 ? 7 : 8;
-        }
-        case LLD_ALLOCATE:
-        case LLD_REGISTER: {
-            const std::uint64_t made[] = {7, 4096, 8192};
-            return call->put(call->to, made, call->method == LLD_ALLOCATE ? 3 : 1) != 0 ? LLM_SUCCESS
-                                                                                        : LLM_OUT_OF_MEMORY;
-        }
-        default: return 0;
+    const std::string method = call->method;
+    if (method == "Initialize") instance->object = &count;
+    if (method.empty()) instance->object = nullptr;
+    if (method == "PullKvBlocks") {
+        count += call->lists[0].data[0] == call->lists[1].data[0];
+        snprintf(text, capacity, "block %d", static_cast<int>(call->lists[0].data[0]));
+        return refused;
     }
+    if (method == "LinkLlmClusters") {
+        const std::vector<std::uint64_t> each(call->numbers.data[0], 7);
+        PyEval_SaveThread();
+        usleep(5000);  // as a call that waits for its peer
+        PyEval_RestoreThread(nullptr);
+        return call->put(call->to, each.data(), each.size()) != 0 ? 7 : 8;
+    }
+    if (method == "AllocateCache" || method == "RegisterKvCache") {
+        const std::uint64_t made[] = {7, 4096, 8192};
+        return call->put(call->to, made, method == "AllocateCache" ? 3 : 1) != 0 ? LLM_SUCCESS : LLM_OUT_OF_MEMORY;
+    }
+    return LLM_SUCCESS;
 }
 
 const LldBridge double_bridge{LLM_DATADIST_ABI, &double_of_engine};

@@ -202,12 +202,12 @@ extern "C" const char* llm_datadist_last_error() { return last_error; }
 extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, const LldCall* call) {
     if (call->abi != LLM_DATADIST_ABI)
         return fail("the program was compiled with the header of another version than that of libllm_datadist.so");
-    const bool ends = call->method == LLD_FINALIZE || call->method == LLD_RELEASE;
+    const bool ends = *call->method == '\0' || strcmp(call->method, "Finalize") == 0;
     const LldBridge* to = bridge.load(std::memory_order_acquire);
     if (ends && (forked || to == nullptr)) return 0;
     if (forked)
         return fail("this process is a fork of one that uses LlmDataDist; call exec, or fork before Initialize");
-    if (to == nullptr && call->method != LLD_INITIALIZE)
+    if (to == nullptr && strcmp(call->method, "Initialize") != 0)
         return fail("this LlmDataDist is not initialised; call Initialize first");
     if (to == nullptr && (to = loaded()) == nullptr) return failed;
     return to->call(instance, call, last_error, sizeof last_error);

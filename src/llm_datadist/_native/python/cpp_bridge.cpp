@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <new>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,30 +21,6 @@ namespace {
 
 constexpr std::uint32_t success = 0, failed = 0xFFFFFFFF, invalid = 0x5010B005, no_memory = 0x5010B01C;
 constexpr std::int64_t undefined_type = 28;
-
-// Methods in the order of LldMethod, with what each of their arguments is (Reader::next).
-constexpr struct {
-    const char *name, *arguments;
-} methods[] = {
-    {"", ""},
-    {"Initialize", "o"},
-    {"Finalize", ""},
-    {"SetRole", "ro"},
-    {"LinkLlmClusters", "kn"},
-    {"UnlinkLlmClusters", "knf"},
-    {"AllocateCache", "d"},
-    {"DeallocateCache", "n"},
-    {"RegisterKvCache", "da"},
-    {"UnregisterKvCache", "n"},
-    {"PullKvCache", "icnne"},
-    {"PullKvBlocks", "icbbe"},
-    {"PushKvCache", "cinne"},
-    {"PushKvBlocks", "cibbe"},
-    {"CopyKvCache", "ccnnun"},
-    {"CopyKvBlocks", "wwbm"},
-};
-
-static_assert(sizeof methods / sizeof methods[0] == LLD_COPY_BLOCKS + 1, "one of each");
 
 // Names of llm_datadist.cpp_api.
 struct Api {
@@ -77,16 +54,16 @@ public:
     nb::object next(char kind) {
         const Api& api = Api::get();
         switch (kind) {
-            case 'n': return nb::int_(number());
+            case 'n': return nb::int_(number());  // signed
             case 'u': return nb::int_(*number_++);
-            case 'f': return nb::bool_(number() != 0);
+            case 'f': return nb::bool_(number() != 0);  // flag
             case 'r': return api.make("LlmRole", number());
             case 'o': return options();
             case 'k': return list_of([&] { return cluster(); });
             case 'd': return desc();
-            case 'a': return integers<std::uint64_t>();
-            case 'c': return api.Cache(number());
-            case 'w': return cache();
+            case 'a': return integers<std::uint64_t>();  // addresses
+            case 'c': return api.Cache(number());  // by id
+            case 'w': return cache();  // whole
             case 'i': return index();
             case 'b': return blocks();
             case 'm': return list_of([&] { return blocks(); });
@@ -203,7 +180,7 @@ void give(nb::handle dist, const LldCall& call, nb::handle value) {
         for (nb::handle each : value.attr("tensor_addrs")) add(each);
     }
     if (call.put(call.to, plain.data(), plain.size()) != 0) return;
-    if (call.method == LLD_ALLOCATE) dist.attr("DeallocateCache")(plain[0]);
+    if (call.method == std::string_view("AllocateCache")) dist.attr("DeallocateCache")(plain[0]);
     throw std::bad_alloc();
 }
 
@@ -212,27 +189,31 @@ void write(nb::handle error, char* text, std::size_t capacity) {
 }
 
 std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::size_t capacity) {
-    if (call.method == LLD_INITIALIZE && instance->object == nullptr) {
+    const std::string_view name = call.method;
+    if (name == "Initialize" && instance->object == nullptr) {
         nb::object role = Api::get().make("LlmRole", instance->role);
         nb::object made = Api::get().make("LlmDataDist", instance->cluster_id, role);
         if (instance->object == nullptr) instance->object = made.release().ptr();  // no other thread has made one
     }
     const nb::handle dist(static_cast<PyObject*>(instance->object));
-    if (call.method == LLD_RELEASE) {
+    if (name.empty()) {
         dist.dec_ref();
         return success;
     }
     if (!dist.is_valid()) {
         std::snprintf(text, capacity, "this LlmDataDist is not initialised; call Initialize first");
-        return call.method == LLD_FINALIZE ? success : failed;
+        return name == "Finalize" ? success : failed;
     }
     Reader reader(call);
     nb::object arguments[8];
     PyObject* plain[8];
     std::size_t count = 0;
-    for (const char* kind = methods[call.method].arguments; *kind != '\0'; ++kind, ++count)
-        plain[count] = (arguments[count] = reader.next(*kind)).ptr();
-    const nb::object method = dist.attr(methods[call.method].name);
+    for (const char kind : std::string_view(call.kinds)) {
+        arguments[count] = reader.next(kind);
+        plain[count] = arguments[count].ptr();
+        ++count;
+    }
+    const nb::object method = dist.attr(call.method);
     const nb::object result = nb::steal(PyObject_Vectorcall(method.ptr(), plain, count, nullptr));
     if (!result.is_valid()) throw nb::python_error();
     if (!PyTuple_Check(result.ptr())) {
@@ -254,7 +235,8 @@ std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* t
     const Attached attached;
     if (!attached) {
         std::snprintf(text, capacity, "the Python interpreter of this process ends");
-        return call->method == LLD_FINALIZE || call->method == LLD_RELEASE ? success : failed;
+        const std::string_view name = call->method;
+        return name == "Finalize" || name.empty() ? success : failed;
     }
     try {
         try {

@@ -11,26 +11,6 @@ extern "C" {
 #define LLM_DATADIST_ABI 1  // another number for any other layout, order or meaning of what is below
 #define LLM_DATADIST_BRIDGE "llm_datadist._native._native.cpp_bridge"  // the capsule of an LldBridge
 
-// Methods of LlmDataDist; the first is its destructor.
-enum LldMethod {
-    LLD_RELEASE,
-    LLD_INITIALIZE,
-    LLD_FINALIZE,
-    LLD_SET_ROLE,
-    LLD_LINK,
-    LLD_UNLINK,
-    LLD_ALLOCATE,
-    LLD_DEALLOCATE,
-    LLD_REGISTER,
-    LLD_UNREGISTER,
-    LLD_PULL_CACHE,
-    LLD_PULL_BLOCKS,
-    LLD_PUSH_CACHE,
-    LLD_PUSH_BLOCKS,
-    LLD_COPY_CACHE,
-    LLD_COPY_BLOCKS
-};
-
 // One instance. The library sets `object`.
 typedef struct {
     uint64_t cluster_id;
@@ -43,10 +23,11 @@ typedef struct {
     size_t size;
 } LldNumbers;
 
-// A call: what its arguments consist of, in their order, by kind. Pointers are read during the call only.
+// A call. What its arguments consist of lies in their order in three lists. Pointers are read during the call only.
 typedef struct {
     uint32_t abi;
-    int32_t method;
+    const char* method;  // of LlmDataDist; "": the destructor
+    const char* kinds;  // of its arguments, a letter for each (cpp_bridge.cpp)
     LldNumbers numbers;  // signed ones as their bits
     const char* const* texts;  // UTF-8
     const LldNumbers* lists;

@@ -142,7 +142,8 @@ namespace detail {
 // Arguments of a call as the library takes them.
 class Call {
 public:
-    Call(LldInstance& instance, LldMethod method) : instance_(instance), method_(method) {}
+    Call(LldInstance& instance, const char* method, const char* kinds)
+        : instance_(instance), method_(method), kinds_(kinds) {}
 
     template <typename T>
     Call& Into(std::vector<T>& results) {
@@ -156,8 +157,8 @@ public:
     Status Run(const Arguments&... arguments) {
         return Guarded([&] {
             AddAll(arguments...);
-            const LldCall call = {
-                LLM_DATADIST_ABI, method_, {numbers_.data(), numbers_.size()}, texts_.data(), lists_.data(), put, to};
+            const LldCall call = {LLM_DATADIST_ABI, method_,       kinds_, {numbers_.data(), numbers_.size()},
+                                  texts_.data(),    lists_.data(), put,    to};
             return llm_datadist_call(&instance_, &call);
         });
     }
@@ -224,7 +225,7 @@ private:
     }
 
     LldInstance& instance_;
-    LldMethod method_;
+    const char *method_, *kinds_;
     std::vector<uint64_t> numbers_;
     std::vector<const char*> texts_;
     std::vector<LldNumbers> lists_;
@@ -238,36 +239,38 @@ public:
     LlmDataDist(uint64_t cluster_id, LlmRole role) : instance_{cluster_id, static_cast<int32_t>(role), nullptr} {}
     ~LlmDataDist() {
         Finalize();
-        Run(LLD_RELEASE);
+        Run("", "");
     }
 
     LlmDataDist(const LlmDataDist&) = delete;
     LlmDataDist& operator=(const LlmDataDist&) = delete;
 
-    Status Initialize(const std::map<AscendString, AscendString>& options) { return Run(LLD_INITIALIZE, options); }
+    Status Initialize(const std::map<AscendString, AscendString>& options) { return Run("Initialize", "o", options); }
 
-    void Finalize() { Run(LLD_FINALIZE); }
+    void Finalize() { Run("Finalize", ""); }
 
     Status SetRole(LlmRole role, const std::map<AscendString, AscendString>& options = {}) {
-        return Run(LLD_SET_ROLE, role, options);
+        return Run("SetRole", "ro", role, options);
     }
 
     // Links to peers that listen; rets: a status for each, or none if an argument is invalid.
     Status LinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                            int32_t timeout_in_millis = 1000) {
-        return detail::Call(instance_, LLD_LINK).Into(rets).Run(clusters, timeout_in_millis);
+        return detail::Call(instance_, "LinkLlmClusters", "kn").Into(rets).Run(clusters, timeout_in_millis);
     }
 
     Status UnlinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                              int32_t timeout_in_millis = 1000, bool force_flag = false) {
-        return detail::Call(instance_, LLD_UNLINK).Into(rets).Run(clusters, timeout_in_millis, force_flag);
+        return detail::Call(instance_, "UnlinkLlmClusters", "knf")
+            .Into(rets)
+            .Run(clusters, timeout_in_millis, force_flag);
     }
 
     Status AllocateCache(const CacheDesc& cache_desc, Cache& cache) {
         return detail::Call::Guarded([&] {
             CacheDesc desc = cache_desc;  // before the call: nothing fails after it
             std::vector<uint64_t> made;
-            const Status status = detail::Call(instance_, LLD_ALLOCATE).Into(made).Run(cache_desc);
+            const Status status = detail::Call(instance_, "AllocateCache", "d").Into(made).Run(cache_desc);
             if (status != LLM_SUCCESS) return status;
             cache.cache_id = static_cast<int64_t>(made[0]);
             made.erase(made.begin());
@@ -277,44 +280,44 @@ public:
         });
     }
 
-    Status DeallocateCache(int64_t cache_id) { return Run(LLD_DEALLOCATE, cache_id); }
+    Status DeallocateCache(int64_t cache_id) { return Run("DeallocateCache", "n", cache_id); }
 
     Status PullKvCache(const CacheIndex& src_cache_index, const Cache& dst_cache, uint32_t batch_index = 0,
                        int64_t size = -1, const KvCacheExtParam& ext_param = {}) {
-        return Run(LLD_PULL_CACHE, src_cache_index, dst_cache.cache_id, batch_index, size, ext_param);
+        return Run("PullKvCache", "icnne", src_cache_index, dst_cache.cache_id, batch_index, size, ext_param);
     }
 
     Status PullKvBlocks(const CacheIndex& src_cache_index, const Cache& dst_cache,
                         const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
                         const KvCacheExtParam& ext_param = {}) {
-        return Run(LLD_PULL_BLOCKS, src_cache_index, dst_cache.cache_id, src_blocks, dst_blocks, ext_param);
+        return Run("PullKvBlocks", "icbbe", src_cache_index, dst_cache.cache_id, src_blocks, dst_blocks, ext_param);
     }
 
     Status CopyKvCache(const Cache& src_cache, const Cache& dst_cache, uint32_t src_batch_index = 0,
                        uint32_t dst_batch_index = 0, uint64_t offset = 0, int64_t size = -1) {
-        return Run(LLD_COPY_CACHE, src_cache.cache_id, dst_cache.cache_id, src_batch_index, dst_batch_index, offset,
-                   size);
+        return Run("CopyKvCache", "ccnnun", src_cache.cache_id, dst_cache.cache_id, src_batch_index, dst_batch_index,
+                   offset, size);
     }
 
     Status CopyKvBlocks(const Cache& src_cache, const Cache& dst_cache, const std::vector<uint64_t>& src_blocks,
                         const std::vector<std::vector<uint64_t>>& dst_blocks_list) {
-        return Run(LLD_COPY_BLOCKS, src_cache, dst_cache, src_blocks, dst_blocks_list);
+        return Run("CopyKvBlocks", "wwbm", src_cache, dst_cache, src_blocks, dst_blocks_list);
     }
 
     Status PushKvCache(const Cache& src_cache, const CacheIndex& dst_cache_index, uint32_t src_batch_index = 0,
                        int64_t size = -1, const KvCacheExtParam& ext_param = {}) {
-        return Run(LLD_PUSH_CACHE, src_cache.cache_id, dst_cache_index, src_batch_index, size, ext_param);
+        return Run("PushKvCache", "cinne", src_cache.cache_id, dst_cache_index, src_batch_index, size, ext_param);
     }
 
     Status PushKvBlocks(const Cache& src_cache, const CacheIndex& dst_cache_index,
                         const std::vector<uint64_t>& src_blocks, const std::vector<uint64_t>& dst_blocks,
                         const KvCacheExtParam& ext_param = {}) {
-        return Run(LLD_PUSH_BLOCKS, src_cache.cache_id, dst_cache_index, src_blocks, dst_blocks, ext_param);
+        return Run("PushKvBlocks", "cibbe", src_cache.cache_id, dst_cache_index, src_blocks, dst_blocks, ext_param);
     }
 
     Status RegisterKvCache(const CacheDesc& cache_desc, const std::vector<uint64_t>& addrs, const RegisterCfg&,
                            int64_t& cache_id) {
-        detail::Call call(instance_, LLD_REGISTER);
+        detail::Call call(instance_, "RegisterKvCache", "da");
         call.to = &cache_id;
         call.put = [](void* to, const uint64_t* values, std::size_t) {
             *static_cast<int64_t*>(to) = static_cast<int64_t>(values[0]);
@@ -323,12 +326,12 @@ public:
         return call.Run(cache_desc, addrs);
     }
 
-    Status UnregisterKvCache(int64_t cache_id) { return Run(LLD_UNREGISTER, cache_id); }
+    Status UnregisterKvCache(int64_t cache_id) { return Run("UnregisterKvCache", "n", cache_id); }
 
 private:
     template <typename... Arguments>
-    Status Run(LldMethod method, const Arguments&... arguments) {
-        return detail::Call(instance_, method).Run(arguments...);
+    Status Run(const char* method, const char* kinds, const Arguments&... arguments) {
+        return detail::Call(instance_, method, kinds).Run(arguments...);
     }
 
     LldInstance instance_;
