@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # constraints.txt holds every version, also those that compile the library: both names, for older and newer pips.
 PINNED := env PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 PIP := $(PINNED) $(BIN)/python -m pip install --quiet --disable-pip-version-check
-NATIVE := CMakeLists.txt cmake/exports.map $(wildcard $(addprefix src/llm_datadist/_native/,*.hpp $(addprefix */,*.c *.cpp *.h *.hpp *.ptx)))
+NATIVE := CMakeLists.txt cmake/exports.map $(wildcard cmake/*.in src/llm_datadist/cpp/*.cpp src/llm_datadist/cpp/include/*/*.h) $(wildcard $(addprefix src/llm_datadist/_native/,*.hpp $(addprefix */,*.c *.cpp *.h *.hpp *.ptx)))
 
 .PHONY: help install demo example-hf example-vllm example-store test test-torch test-vllm test-nixl test-compat test-cuda-abi test-deploy test-site test-store wheels test-wheels asan model faults \
 	trials brittle mutation soak test-ptx gpu-check \
@@ -260,7 +260,7 @@ lint: $(VENV)/.lint
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@find src tests cmake -name '*.[ch]pp' -o -name '*.[ch]' | xargs $(BIN)/clang-format --dry-run --Werror
+	@find src tests cmake examples -name '*.[ch]pp' -o -name '*.[ch]' | xargs $(BIN)/clang-format --dry-run --Werror
 	@$(BIN)/python -m pytest -q tests/typing
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(BIN)/zizmor --quiet --no-progress --offline .github/workflows

@@ -34,6 +34,13 @@ WHEEL: Final = re.compile(
 _PACKAGES: Final = ("llm_datadist", "llm_datadist_v1", "llm_datadist_wrapper")
 #: What a wheel leaves out of the packages: it is compiled, or notes for the compiler.
 _SOURCES: Final = {".c", ".cpp", ".h", ".hpp", ".ptx"}
+#: For C++ programs, in llm_datadist/cpp.
+CPP_FILES: Final = (
+    *(f"include/llm_datadist/{each}" for each in ("call.h", "llm_datadist.h")),
+    "lib/libllm_datadist.so",
+    "lib/pkgconfig/llm_datadist.pc",
+    *(f"lib/cmake/llm_datadist/llm_datadist-config{each}.cmake" for each in ("", "-version")),
+)
 
 _LEFT: Final = """
 Made and checked: {count} files in dist/, {pages} pages in build/docs/. What is left is yours:
@@ -125,6 +132,7 @@ def wheel(path: Path, name: re.Match[str], root: Path) -> Iterator[str]:
         if each.is_file() and each.suffix not in _SOURCES | {".so", ".pyc"}
     }
     wanted = {*source, *(f"llm_datadist/_native/{each}{suffix}" for each in ("_limits", "_native"))}
+    wanted |= {f"llm_datadist/cpp/{each}" for each in CPP_FILES}
     packed = {each for each in data if not each.startswith(info)}
     yield from (f"lacks {each}" for each in sorted(wanted - packed))
     yield from (f"has {each}, which is not of the packages" for each in sorted(packed - wanted))

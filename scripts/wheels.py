@@ -92,6 +92,7 @@ def check(wheel: Path, processor: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         modules = [name for name in archive.namelist() if ".so" in name]
         wanted = [f"llm_datadist/_native/{module}{_suffix(processor)}" for module in ("_limits", "_native")]
+        wanted.append("llm_datadist/cpp/lib/libllm_datadist.so")
         if sorted(modules) != wanted:
             sys.exit(f"{wheel.name} has the modules {modules}: must be {wanted}")
         for module in modules:
@@ -105,9 +106,10 @@ def _check_module(module: str, elf: ELFFile, processor: str) -> None:
     loaders = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
     if foreign := _needed(elf) - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
         sys.exit(f"{module} needs {sorted(foreign)}: may need glibc only")
-    entry = {f"PyInit_{Path(module).name.partition('.')[0]}"}
+    name = Path(module).name.partition(".")[0]
+    entry = {"llm_datadist_call", "llm_datadist_last_error"} if name.startswith("lib") else {f"PyInit_{name}"}
     if (exported := _exported(elf)) != entry:
-        sys.exit(f"{module} exports {sorted(exported)}: may export {entry} only")
+        sys.exit(f"{module} exports {sorted(exported)}: may export {sorted(entry)} only")
 
 
 def _needed(elf: ELFFile) -> set[str]:

@@ -69,6 +69,7 @@ _TUTORIAL: Final = "tests/test_tutorial.py::test_every_file_and_command_of_the_t
 PLACES: Final[dict[str, list[Paste | str]]] = {
     "README.md": [_INSTALLED, _THREE, _THREE, _THREE],
     "examples/README.md": [Paste({_PROMPT: ""}, _ADDRESSES)],
+    "docs/cpp.md": ["tests/cpp_library/test_examples.py::test_roles_pull_copy_push_and_change_places_in_two_processes"],
     "docs/dependencies.md": [
         "tests/wheels/test_wheels.py::test_the_recipe_for_a_wheel_works_pasted_where_there_is_no_compiler"
     ],

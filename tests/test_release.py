@@ -140,6 +140,7 @@ def _wheel(root: Path, processor: str, change: Callable[[dict[str, bytes]], obje
     data = {each.removeprefix("src/"): (root / each).read_bytes() for each in _FILES if each.startswith("src/")}
     for module in ("_limits", "_native"):
         data[f"llm_datadist/_native/{module}.cpython-311-{processor}-linux-gnu.so"] = b"module"
+    data |= dict.fromkeys((f"llm_datadist/cpp/{each}" for each in release.CPP_FILES), b"for C++")
     data |= {f"{_INFO}/METADATA": _metadata(), f"{_INFO}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode()}
     change(data)
     digests = {name: urlsafe_b64encode(sha256(each).digest()).decode().rstrip("=") for name, each in data.items()}

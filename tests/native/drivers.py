@@ -4,14 +4,16 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BUILD", "DRIVERS", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
+__all__ = ["BUILD", "DRIVERS", "LIBRARY", "NATIVE", "ROOT", "Driver", "Unsupported", "build", "compiler"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NATIVE: Final = ROOT / "src" / "llm_datadist" / "_native"
+LIBRARY: Final = NATIVE.with_name("cpp")
 _KERNEL: Final = NATIVE / "copy" / "copy.ptx"
 #: Where drivers are kept from one run to the next.
 BUILD: Final = ROOT / "build" / "drivers"
@@ -28,6 +30,8 @@ class Driver:
     name: str
     #: Arguments for fewer rounds, where each takes long.
     fewer: tuple[str, ...] = ()
+    #: More of the compiler's.
+    flags: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path:
@@ -40,6 +44,7 @@ DRIVERS: Final = (
     Driver("writers", ("60", "3000")),
     Driver("pool", ("12",)),
     Driver("movers"),
+    Driver("boundary", flags=(f"-I{LIBRARY}/include", f"-I{sysconfig.get_path('include')}", "-rdynamic")),
 )
 
 
@@ -62,7 +67,7 @@ def build(driver: Driver, folder: Path, sanitizers: str = "") -> Path:
         subprocess.CalledProcessError: the driver does not compile.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", f"-I{NATIVE}"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-pthread", f"-I{NATIVE}", *driver.flags]
     if sanitizers:
         flags += ["-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     if sanitizers == "thread":
@@ -88,6 +93,7 @@ def _digest(driver: Driver, flags: list[str]) -> str:
     for source in (
         driver.source,
         *sorted(NATIVE.rglob("*.h*")),
+        *sorted(LIBRARY.rglob("*.[hc]*")),
         _KERNEL,
         driver.source.with_name("check.hpp"),
     ):

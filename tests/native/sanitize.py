@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from tests.native.drivers import DRIVERS, NATIVE, ROOT, Unsupported, build, compiler
+from tests.native.drivers import DRIVERS, LIBRARY, NATIVE, ROOT, Unsupported, build, compiler
 
 BUILD: Final = ROOT / "build" / "asan"
 
@@ -33,6 +33,7 @@ QUICK: Final = tuple(sorted(str(path) for path in (ROOT / "tests" / "unit").glob
 TESTS: Final = (
     *QUICK,
     "tests/conformance",
+    "tests/cpp_library",
     "tests/unit/test_layout.py",
     "tests/unit/test_guards.py",
     "tests/unit/test_writers.py",
@@ -129,7 +130,8 @@ def _environment() -> str:
     venv, stamp = BUILD / "venv", BUILD / ".installed"
     python = str(venv / "bin" / "python")
     made_of = [ROOT / name for name in ("CMakeLists.txt", "cmake/exports.map", "pyproject.toml")]
-    made_of += [each for each in NATIVE.rglob("*") if each.suffix in (".c", ".cpp", ".h", ".hpp", ".ptx")]
+    sources = [each for folder in (NATIVE, LIBRARY) for each in folder.rglob("*")]
+    made_of += [each for each in sources if each.suffix in (".c", ".cpp", ".h", ".hpp", ".ptx")]
     if stamp.exists() and all(path.stat().st_mtime < stamp.stat().st_mtime for path in made_of):
         return python
     print("building the native module", flush=True)

@@ -7,6 +7,7 @@ from typing import Final
 import pytest
 
 from tests.native.drivers import NATIVE
+from tests.support.cpp_peer import FOLDER
 from tests.support.source import compiled
 
 #: Of the native code: each includes from itself and those before it. The first is the folder that holds the others.
@@ -29,3 +30,13 @@ def test_native_folders_include_only_from_those_before_them() -> None:
     }
     assert [each for each in sorted(arrows) if FOLDERS.index(each[0]) < FOLDERS.index(each[1])] == []
     assert {folder for arrow in arrows for folder in arrow} == set(FOLDERS)
+
+
+def test_the_library_for_cpp_exports_its_two_functions_and_needs_no_python() -> None:
+    library = str(FOLDER / "lib" / "libllm_datadist.so")
+    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    assert [line.split()[-1] for line in listed.splitlines()] == ["llm_datadist_call", "llm_datadist_last_error"]
+    wanted = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    assert not re.search(r"\b_?Py", wanted)

@@ -18,6 +18,7 @@ import pytest
 
 import llm_datadist
 from scripts import release
+from tests.support.cpp_peer import run_roles
 from tests.support.source import ROOT, run
 from tests.unit import test_native_pool
 from tests.wheels.arm64 import Arm64, Impossible, arm64
@@ -128,6 +129,14 @@ def test_without_its_extra_the_command_says_what_installs_it(plain: Path, tmp_pa
     assert (needs.split()[:2], colon) == (["llm-datadist", "needs"], ": ")
     done = typed(f"{mend}llm-datadist --help", tmp_path, plain)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_in_cpp_compiles_and_moves_bytes_with_the_installed_wheel_alone(plain: Path, tmp_path: Path) -> None:
+    (folder,) = plain.parent.glob("lib/python3*/site-packages/llm_datadist/cpp")
+    options = f"-I{folder}/include -L{folder}/lib -Wl,-rpath,{folder}/lib -lllm_datadist"
+    found = run("g++", str(ROOT / "examples/cpp/roles.cpp"), *options.split(), "-o", "roles", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    run_roles(tmp_path / "roles", bare(plain))
 
 
 def test_a_wheel_builds_from_the_sdist_and_holds_the_same_files(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ Bindings = list[tuple[CacheKey | BlocksCacheKey, int]]  # keys of a new cache, e
 
 _PULLED: Final = (CacheKey, CacheKeyByIdAndIndex, BlocksCacheKey)
 
-_selection = lru_cache(maxsize=64)(LayerSelection)  # most calls have no layer ranges
+selection = lru_cache(maxsize=64)(LayerSelection)  # most calls have no layer ranges
 
 
 def check(rules: Rules, /, **values: object) -> list[Any]:
@@ -201,7 +201,7 @@ def layer_selection(
     if per_layer == 0:
         raise ParamError("tensor_num_per_layer=0: at least one tensor makes a layer")
     if src_layer_range is None and dst_layer_range is None:
-        return _selection(None, None, per_layer)
+        return selection(None, None, per_layer)
     ranges = [
         None if layers is None else check_range(name, layers, empty_ok=empty_ok) or None
         for name, layers in (("src_layer_range", src_layer_range), ("dst_layer_range", dst_layer_range))

@@ -24,7 +24,7 @@ from llm_datadist._checks import (
 )
 from llm_datadist._native import parse_indices
 from llm_datadist._transfer.arguments import ARGUMENTS as V2_ARGUMENTS
-from llm_datadist._transfer.arguments import Rules, byte_count, equal_lengths, instance_of
+from llm_datadist._transfer.arguments import Rules, byte_count, equal_lengths, instance_of, selection
 from llm_datadist._transfer.local_copy import Operand
 from llm_datadist._transfer.resolution import RemoteName
 from llm_datadist.cpp_api import structs
@@ -129,12 +129,18 @@ def remote_name(name: str, index: object, own_cluster_id: int | None = None, *, 
     return RemoteName(cluster, cache_id=remote, row=batch_index)
 
 
+ALL_LAYERS: Final = structs.KvCacheExtParam()
+_ALL: Final = selection(None, None, ALL_LAYERS.tensor_num_per_layer)
+
+
 def layers(name: str, ext_param: object) -> LayerSelection:
     """Return the layers of a transfer (interface R14)."""
+    if ext_param is ALL_LAYERS:  # nobody can have changed it
+        return _ALL
     ext = check_type(name, ext_param, structs.KvCacheExtParam)
     per_layer = check_uint8(f"{name}.tensor_num_per_layer", ext.tensor_num_per_layer)
     check_rule(per_layer > 0, f"{name}.tensor_num_per_layer=0: at least one tensor makes a layer")
-    return LayerSelection(
+    return selection(
         _layer_range(f"{name}.src_layer_range", ext.src_layer_range),
         _layer_range(f"{name}.dst_layer_range", ext.dst_layer_range),
         per_layer,
@@ -145,8 +151,11 @@ def _layer_range(name: str, pair: object) -> range | None:
     # Some clients call once per layer and tensor: no further calls for a correct pair.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
-        if type(first) is int and type(last) is int and 0 <= first <= last < 2**31:
-            return range(first, last + 1)
+        if type(first) is int and type(last) is int:
+            if first == last == -1:
+                return None
+            if 0 <= first <= last < 2**31:
+                return range(first, last + 1)
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")

@@ -22,7 +22,7 @@ from llm_datadist._transfer.local_copy import CacheRow
 from llm_datadist._transfer.meters import log_for_user
 from llm_datadist.config import CACHE_MANAGER, DEVICE_ID, LISTEN, REMOTE_ACCESSIBLE
 from llm_datadist.cpp_api import arguments
-from llm_datadist.cpp_api.arguments import ARGUMENTS
+from llm_datadist.cpp_api.arguments import ALL_LAYERS, ARGUMENTS
 from llm_datadist.cpp_api.structs import (
     OPTION_DEVICE_ID,
     OPTION_LISTEN_IP_INFO,
@@ -32,7 +32,6 @@ from llm_datadist.cpp_api.structs import (
     ClusterInfo,
     KvCacheExtParam,
     LlmRole,
-    Mapped,
     RegisterCfg,
 )
 from llm_datadist.datadist import LLMDataDist, life_of, tear_down
@@ -42,13 +41,11 @@ from llm_datadist.types import Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llm_datadist._cache.registry import Entry
     from llm_datadist._memory.device import Device
     from llm_datadist._transfer.engine import Engine
     from llm_datadist._transfer.linking import Pending
     from llm_datadist.types.descriptors import BlockNumbers
 
-_ALL_LAYERS: Final = KvCacheExtParam()
 _NO_CFG: Final = RegisterCfg()
 _NO_OPTIONS: Final[dict[str, str]] = {}
 _NOT_INITIALIZED: Final = "this LlmDataDist is not initialised; call Initialize first"
@@ -264,7 +261,7 @@ class LlmDataDist:
         """Allocate a cache from the pool of its placement, usable by row and by block.
 
         Returns:
-            ``(LLM_SUCCESS, cache)``; its addresses stay mapped while the struct lives. ``(LLM_PARAM_INVALID, None)``:
+            ``(LLM_SUCCESS, cache)``; DeallocateCache and Finalize unmap its addresses. ``(LLM_PARAM_INVALID, None)``:
                 an impossible descriptor, or no pool (interface R12). ``(LLM_OUT_OF_MEMORY, None)``: nothing was
                 allocated.
 
@@ -274,9 +271,14 @@ class LlmDataDist:
         with _StatusCall(self._state, "AllocateCache") as call:
             engine = call.engine
             (geometry,) = check(ARGUMENTS, cache_desc=cache_desc)
+            desc = replace(cache_desc, shape=list(cache_desc.shape))
             with engine.meters.span("AllocateCache", "%r", cache_desc):
                 entry = engine.caches.allocate(geometry, [], engine.deadline())
-            cache = _struct_of(engine, entry, cache_desc)
+            try:
+                cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
+            except BaseException:
+                engine.caches.discard(entry.cache_id)
+                raise
         return call.status, cache
 
     def DeallocateCache(self, cache_id: int) -> LLMStatusCode:
@@ -299,7 +301,7 @@ class LlmDataDist:
         dst_cache: Cache,
         batch_index: int = 0,
         size: int = -1,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Pull a row of a peer's cache into row ``batch_index`` of ``dst_cache``, as ``CacheManager.pull_cache``.
 
@@ -321,7 +323,7 @@ class LlmDataDist:
         dst_cache: Cache,
         src_blocks: BlockNumbers,
         dst_blocks: BlockNumbers,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Pull blocks of a peer's cache: ``src_blocks[i]`` to ``dst_blocks[i]``, in order.
 
@@ -347,7 +349,7 @@ class LlmDataDist:
         dst_cache_index: CacheIndex,
         src_batch_index: int = 0,
         size: int = -1,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Push a row of ``src_cache`` into a row of a peer's cache.
 
@@ -374,7 +376,7 @@ class LlmDataDist:
         dst_cache_index: CacheIndex,
         src_blocks: BlockNumbers,
         dst_blocks: BlockNumbers,
-        ext_param: KvCacheExtParam = _ALL_LAYERS,
+        ext_param: KvCacheExtParam = ALL_LAYERS,
     ) -> LLMStatusCode:
         """Push blocks of ``src_cache``: ``src_blocks[i]`` to the peer's ``dst_blocks[i]``, in order.
 
@@ -532,17 +534,3 @@ def _require_device(engine: Engine, cache_id: int, what: str, verb: str) -> None
     """Check that a source is on kDevice; ids are never reused."""
     placement = engine.caches.registry.lookup(cache_id, what).geometry.placement
     check_rule(placement == Placement.DEVICE, f"src_cache: it is on kHost; only rows on kDevice can be {verb}")
-
-
-def _struct_of(engine: Engine, entry: Entry, cache_desc: CacheDesc) -> Cache:
-    """Return the struct of a new cache; undo the cache if there is no memory for it."""
-    try:
-        desc = replace(cache_desc, shape=list(cache_desc.shape))
-        cache = Cache(entry.cache_id, entry.storage.tensors.bases.tolist(), desc)
-        # In C++ the addresses dangle after Finalize; Python must not crash.
-        kept = tuple(segment.keep() for segment in entry.storage.segments)
-        cache._memory = Mapped(kept)  # noqa: SLF001 (a field of the struct that is not in the header)
-    except BaseException:
-        engine.caches.discard(entry.cache_id)
-        raise
-    return cache

@@ -108,21 +108,6 @@ class CacheDesc:
     shape: list[int] = field(default_factory=list)
 
 
-class Mapped:
-    """Reference that keeps a cache's memory mapped; empty in another process."""
-
-    __slots__ = ("_views",)
-
-    def __init__(self, views: tuple[object, ...] = ()) -> None:
-        self._views = views
-
-    def __deepcopy__(self, memo: object) -> Mapped:
-        return self
-
-    def __reduce__(self) -> tuple[type[Mapped], tuple[()]]:
-        return Mapped, ()
-
-
 @dataclass(slots=True)
 class Cache:
     """A cache of this process.
@@ -138,7 +123,6 @@ class Cache:
     cache_id: int = -1
     tensor_addrs: list[int] = field(default_factory=list)
     cache_desc: CacheDesc = field(default_factory=CacheDesc)
-    _memory: Mapped | None = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ using namespace nb::literals;
 namespace datadist {
 
 void bind_lanes(nb::module_& m);  // lane_engine_python.cpp
+void bind_cpp(nb::module_& m);  // cpp_bridge.cpp
 
 namespace {
 
@@ -182,6 +183,7 @@ NB_MODULE(_native, m) {
 
     bind_keys(m);
     bind_lanes(m);
+    bind_cpp(m);
     bind_writers(m);
     bind_digest(m);
     bind_devices(m);

@@ -173,6 +173,7 @@ inline nb::object parse_in_python(const char* name, nb::handle values) {
 }
 
 inline nb::object py_parse_blocks(const char* name, nb::handle values) {
+    if (nb::isinstance<BlockList>(values)) return nb::borrow(values);  // of a C++ program
     if (!PyList_Check(values.ptr()) && !PyTuple_Check(values.ptr())) {
         Indices array;
         if (!nb::try_cast(values, array, false)) return parse_in_python(name, values);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import llm_datadist
+from llm_datadist._native import _native
 from llm_datadist.config import TRANSPORT
 from llm_datadist.tools.cli.bench import bench
 from llm_datadist.tools.cli.doctor import doctor
@@ -79,6 +81,20 @@ def demo(
     if device is DemoDevice.CUDA and memory is DemoMemory.REGISTERED:
         raise typer.BadParameter("--memory registered is host memory: with --device cuda caches lie in pools")
     raise typer.Exit(run_demo(transport, memory, device, as_json=as_json, secure=secure))
+
+
+@app.command(epilog=examples("llm-datadist cpp --cflags --libs", "llm-datadist cpp --cmake-dir"))
+def cpp(
+    cflags: Annotated[bool, typer.Option("--cflags", help="Print the options of a compiler.")] = False,
+    libs: Annotated[bool, typer.Option("--libs", help="Print the options of a linker.")] = False,
+    cmake_dir: Annotated[bool, typer.Option("--cmake-dir", help="Print the folder for llm_datadist_DIR.")] = False,
+) -> None:
+    """Print what C++ programs are built with. Without an option: the folder of header and library."""
+    folder = Path(_native.__file__).parent.parent / "cpp"  # beside the native module, also of an editable installation
+    lib = folder / "lib"
+    asked = {f"-I{folder}/include": cflags, f"-L{lib} -Wl,-rpath,{lib} -lllm_datadist": libs}
+    asked[f"{lib}/cmake/llm_datadist"] = cmake_dir
+    print(*[each for each, wanted in asked.items() if wanted] or [str(folder)])
 
 
 app.command(

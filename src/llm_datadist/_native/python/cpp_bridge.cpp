@@ -1,0 +1,268 @@
+// Calls of C++ programs (llm_datadist/cpp), made on llm_datadist.cpp_api.
+#include <llm_datadist/call.h>
+#include <nanobind/nanobind.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <new>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "python/attached.hpp"
+#include "python/plan_python.hpp"
+
+namespace datadist {
+
+namespace {
+
+constexpr std::uint32_t success = 0, failed = 0xFFFFFFFF, invalid = 0x5010B005, no_memory = 0x5010B01C;
+constexpr std::int64_t undefined_type = 28;
+
+// Names of llm_datadist.cpp_api.
+struct Api {
+    nb::module_ module = nb::module_::import_("llm_datadist.cpp_api");
+    nb::object Cache = module.attr("Cache"), CacheIndex = module.attr("CacheIndex"),
+               ALL_LAYERS = module.attr("arguments").attr("ALL_LAYERS");
+
+    template <typename... Arguments>
+    nb::object make(const char* name, Arguments&&... arguments) const {
+        return module.attr(name)(std::forward<Arguments>(arguments)...);
+    }
+
+    // Imported at the first call, and never freed.
+    static const Api& get() {
+        static std::atomic<const Api*> found{nullptr};
+        if (found.load() == nullptr) {
+            auto* made = new Api();
+            // After what finalizes instances at the exit, so it runs before that: a call may still use their memory.
+            nb::module_::import_("atexit").attr("register")(nb::cpp_function(&Attached::close));
+            found.store(made);
+        }
+        return *found.load();
+    }
+};
+
+// The arguments of a call, one after the other, as objects of Python.
+class Reader {
+public:
+    explicit Reader(const LldCall& call) : number_(call.numbers.data), text_(call.texts), list_(call.lists) {}
+
+    nb::object next(char kind) {
+        const Api& api = Api::get();
+        switch (kind) {
+            case 'n': return nb::int_(number());  // signed
+            case 'u': return nb::int_(*number_++);
+            case 'f': return nb::bool_(number() != 0);  // flag
+            case 'r': return api.make("LlmRole", number());
+            case 'o': return options();
+            case 'k': return list_of([&] { return cluster(); });
+            case 'd': return desc();
+            case 'a': return integers<std::uint64_t>();  // addresses
+            case 'c': return api.Cache(number());  // by id
+            case 'w': return cache();  // whole
+            case 'i': return index();
+            case 'b': return blocks();
+            case 'm': return list_of([&] { return blocks(); });
+            default: return layers();
+        }
+    }
+
+private:
+    std::int64_t number() { return static_cast<std::int64_t>(*number_++); }
+
+    nb::object text() {
+        nb::object made = nb::steal(PyUnicode_FromString(*text_++));
+        if (!made.is_valid()) throw nb::python_error();
+        return made;
+    }
+
+    template <typename Item>
+    nb::list list_of(Item&& item) {
+        nb::list list;
+        for (std::int64_t left = number(); left > 0; --left) list.append(item());
+        return list;
+    }
+
+    template <typename Number>
+    nb::list integers() {
+        const LldNumbers& given = *list_++;
+        nb::list list;
+        for (std::size_t i = 0; i < given.size; ++i) list.append(static_cast<Number>(given.data[i]));
+        return list;
+    }
+
+    nb::dict options() {
+        nb::dict dict;
+        for (std::int64_t left = number(); left > 0; --left) {
+            const nb::object key = text();
+            dict[key] = text();
+        }
+        return dict;
+    }
+
+    nb::object cluster() {
+        const std::uint64_t id = *number_++;
+        const std::int64_t role = number();
+        const nb::list local = list_of([&] { return endpoint(); });
+        return Api::get().make("ClusterInfo", id, role, local, list_of([&] { return endpoint(); }));
+    }
+    nb::object endpoint() {
+        const nb::object ip = text();
+        return Api::get().make("IpInfo", ip, number());
+    }
+
+    nb::object desc() {
+        const Api& api = Api::get();
+        const nb::object placement = api.make("CachePlacement", number());
+        const std::int64_t tensors = number(), code = number();
+        const nb::object type =
+            code == undefined_type ? nb::object(api.module.attr("DT_UNDEFINED")) : api.make("DataType", code);
+        return api.make("CacheDesc", placement, tensors, type, integers<std::int64_t>());
+    }
+
+    // Only its id is read, except of host memory without one.
+    nb::object cache() {
+        const std::int64_t id = number();
+        if (id >= 1) {
+            number_ += 3;
+            list_ += 2;
+            return Api::get().Cache(id);
+        }
+        const nb::object addrs = integers<std::uint64_t>();
+        return Api::get().Cache(id, addrs, desc());
+    }
+
+    nb::object index() {
+        const std::uint64_t* parts = std::exchange(number_, number_ + 3);
+        return Api::get().CacheIndex(parts[0], static_cast<std::int64_t>(parts[1]), parts[2]);
+    }
+
+    // Parsed without an object for each block.
+    nb::object blocks() {
+        const LldNumbers& given = *list_++;
+        const auto* end = given.data + given.size;
+        const auto* wrong = std::find_if(given.data, end, [](std::uint64_t each) { return each >> 63 != 0; });
+        if (wrong == end) return nb::cast(BlockList(BlockList::Numbers(given.data, end)));
+        throw nb::value_error(
+            nb::str("block {} is {}: must be in [0, 2**63)").format(wrong - given.data, *wrong).c_str());
+    }
+
+    nb::object layers() {
+        const auto* parts = reinterpret_cast<const std::int64_t*>(std::exchange(number_, number_ + 5));
+        if (std::count(parts, parts + 4, -1) == 4 && parts[4] == 2) return Api::get().ALL_LAYERS;
+        const nb::tuple src = nb::make_tuple(parts[0], parts[1]), dst = nb::make_tuple(parts[2], parts[3]);
+        return Api::get().make("KvCacheExtParam", src, dst, parts[4]);
+    }
+
+    const std::uint64_t* number_;
+    const char* const* text_;
+    const LldNumbers* list_;
+};
+
+std::uint32_t number_of(nb::handle status) {
+    return static_cast<std::uint32_t>(PyLong_AsUnsignedLongLongMask(status.ptr()));
+}
+
+// Hands the second result of a call to the program.
+void give(nb::handle dist, const LldCall& call, nb::handle value) {
+    std::vector<std::uint64_t> plain;
+    const auto add = [&](nb::handle number) { plain.push_back(PyLong_AsUnsignedLongLongMask(number.ptr())); };
+    if (PyLong_Check(value.ptr())) {
+        add(value);
+    } else if (PyList_Check(value.ptr())) {
+        for (nb::handle each : value) add(each);
+    } else {
+        add(value.attr("cache_id"));
+        for (nb::handle each : value.attr("tensor_addrs")) add(each);
+    }
+    if (call.put(call.to, plain.data(), plain.size()) != 0) return;
+    if (call.method == std::string_view("AllocateCache")) dist.attr("DeallocateCache")(plain[0]);
+    throw std::bad_alloc();
+}
+
+void write(nb::handle error, char* text, std::size_t capacity) {
+    std::snprintf(text, capacity, "%s", nb::str(error).c_str());
+}
+
+std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::size_t capacity) {
+    const std::string_view name = call.method;
+    if (name == "Initialize" && instance->object == nullptr) {
+        nb::object role = Api::get().make("LlmRole", instance->role);
+        nb::object made = Api::get().make("LlmDataDist", instance->cluster_id, role);
+        if (instance->object == nullptr) instance->object = made.release().ptr();  // no other thread has made one
+    }
+    const nb::handle dist(static_cast<PyObject*>(instance->object));
+    if (name.empty()) {
+        dist.dec_ref();
+        return success;
+    }
+    if (!dist.is_valid()) {
+        std::snprintf(text, capacity, "this LlmDataDist is not initialised; call Initialize first");
+        return name == "Finalize" ? success : failed;
+    }
+    Reader reader(call);
+    nb::object arguments[8];
+    PyObject* plain[8];
+    std::size_t count = 0;
+    for (const char kind : std::string_view(call.kinds)) {
+        arguments[count] = reader.next(kind);
+        plain[count] = arguments[count].ptr();
+        ++count;
+    }
+    const nb::object method = dist.attr(call.method);
+    const nb::object result = nb::steal(PyObject_Vectorcall(method.ptr(), plain, count, nullptr));
+    if (!result.is_valid()) throw nb::python_error();
+    if (!PyTuple_Check(result.ptr())) {
+        if (number_of(result) != success) write(dist.attr("last_error"), text, capacity);
+        return number_of(result);
+    }
+    if (!nb::object(result[1]).is_none()) give(dist, call, result[1]);
+    if (number_of(nb::object(result[0])) != success) write(dist.attr("last_error"), text, capacity);
+    return number_of(nb::object(result[0]));
+}
+
+std::uint32_t status_of(nb::python_error& error) {
+    if (nb::hasattr(error.value(), "status_code")) return number_of(error.value().attr("status_code"));
+    if (error.matches(PyExc_ValueError)) return invalid;
+    return error.matches(PyExc_MemoryError) ? no_memory : failed;
+}
+
+std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* text, std::size_t capacity) noexcept {
+    const Attached attached;
+    if (!attached) {
+        std::snprintf(text, capacity, "the Python interpreter of this process ends");
+        const std::string_view name = call->method;
+        return name == "Finalize" || name.empty() ? success : failed;
+    }
+    try {
+        try {
+            return run(instance, *call, text, capacity);
+        } catch (nb::python_error& error) {
+            write(error.value(), text, capacity);
+            return status_of(error);
+        }
+    } catch (const std::bad_alloc&) {
+        std::snprintf(text, capacity, "there is no memory for the results");
+        return no_memory;
+    } catch (const nb::builtin_exception& error) {
+        std::snprintf(text, capacity, "%s", error.what());
+        return invalid;
+    } catch (const std::exception& error) {
+        std::snprintf(text, capacity, "%s", error.what());
+        return failed;
+    }
+}
+
+}  // namespace
+
+void bind_cpp(nb::module_& m) {
+    static const LldBridge bridge{LLM_DATADIST_ABI, &call_in_python};
+    pthread_atfork(nullptr, nullptr, &Attached::forget);
+    m.attr("cpp_bridge") = nb::steal(PyCapsule_New(const_cast<LldBridge*>(&bridge), LLM_DATADIST_BRIDGE, nullptr));
+}
+
+}  // namespace datadist

@@ -1,0 +1,50 @@
+// The boundary of libllm_datadist.so: plain C, the same for every compiler and C++ library. Programs use llm_datadist.h.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define LLM_DATADIST_ABI 1  // another number for any other layout, order or meaning of what is below
+#define LLM_DATADIST_BRIDGE "llm_datadist._native._native.cpp_bridge"  // the capsule of an LldBridge
+
+// One instance. The library sets `object`.
+typedef struct {
+    uint64_t cluster_id;
+    int32_t role;
+    void* object;
+} LldInstance;
+
+typedef struct {
+    const uint64_t* data;
+    size_t size;
+} LldNumbers;
+
+// A call. What its arguments consist of lies in their order in three lists. Pointers are read during the call only.
+typedef struct {
+    uint32_t abi;
+    const char* method;  // of LlmDataDist; "": the destructor
+    const char* kinds;  // of its arguments, a letter for each (cpp_bridge.cpp)
+    LldNumbers numbers;  // signed ones as their bits
+    const char* const* texts;  // UTF-8
+    const LldNumbers* lists;
+    // Takes the results: statuses of clusters, or a new cache's id and addresses. 0: there is no memory for them.
+    int (*put)(void* to, const uint64_t* values, size_t count);
+    void* to;
+} LldCall;
+
+// What the library loads. `call` puts the reason of a failure into `text`.
+typedef struct {
+    uint32_t abi;
+    uint32_t (*call)(LldInstance* instance, const LldCall* call, char* text, size_t capacity);
+} LldBridge;
+
+uint32_t llm_datadist_call(LldInstance* instance, const LldCall* call);
+const char* llm_datadist_last_error(void);
+
+#ifdef __cplusplus
+}
+#endif
