@@ -28,7 +28,7 @@ TOOLS: Final = {"testing", "tools"}
 
 #: Pages, and the most words of each. A word has a letter or a digit, so rules of tables are none.
 _USERS: Final = """
-index 500, tutorial 850, howto 100, howto-hosts 950, howto-pools 650, howto-grants 680, howto-vllm-store 900,
+index 500, tutorial 850, howto 110, howto-hosts 950, howto-pools 650, howto-grants 680, howto-vllm-store 900,
 howto-tensors 700, howto-moving 450, vllm 1170, store 1700, nixl 650, security 1600, when-it-fails 1400, metrics 1200,
 commands 150, top 400, doctor 650, interface 6220, options 1800, errors 1200, performance 1500, scaling 1400,
 support 400, glossary 730, device 900, howto-service 900, cpp 700
