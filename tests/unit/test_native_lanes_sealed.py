@@ -258,9 +258,12 @@ F_SEAL_EXEC = 0x20
 
 
 def transits() -> list[int]:
-    """Return the seals against execution of the files for bytes on their way to memory that can be unmapped."""
-    files = [int(each.split()[0]) for each in descriptors() if "lldd-transit" in each]
-    return [fcntl.fcntl(fd, fcntl.F_GET_SEALS) & F_SEAL_EXEC for fd in files]
+    """Return the files for bytes on their way to memory that can be unmapped."""
+    return [int(each.split()[0]) for each in descriptors() if "lldd-transit" in each]
+
+
+def sealed_from_execution(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & F_SEAL_EXEC)
 
 
 def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
@@ -269,7 +272,7 @@ def test_an_engine_without_lanes_keeps_nothing_of_them() -> None:
         for lane in ends.lanes:
             assert ends.move(lane, one_row(MIB), tensors(memory)).ending is Ending.GOOD
             with open(new_memfd("as others are"), "rb") as other:
-                assert transits() == [fcntl.fcntl(other, fcntl.F_GET_SEALS) & F_SEAL_EXEC] * 2
+                assert [sealed_from_execution(fd) for fd in transits()] == [sealed_from_execution(other.fileno())] * 2
             ends.near.drop_lane(lane)
         wait_for(lambda: not transits())
     assert memory.all()
