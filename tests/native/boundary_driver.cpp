@@ -46,12 +46,13 @@ std::uint32_t double_of_engine(LldInstance* instance, const LldCall* call, char*
     if (method == "Initialize") instance->object = &count;
     if (method.empty()) instance->object = nullptr;
     if (method == "PullKvBlocks") {
-        count += call->lists[0].data[0] == call->lists[1].data[0];
-        snprintf(text, capacity, "block %d", static_cast<int>(call->lists[0].data[0]));
+        const auto* src = reinterpret_cast<const std::uint64_t*>(call->parts[4]);  // after the index and an id
+        count += *src == *reinterpret_cast<const std::uint64_t*>(call->parts[6]);
+        snprintf(text, capacity, "block %d", static_cast<int>(*src));
         return refused;
     }
     if (method == "LinkLlmClusters") {
-        const std::vector<std::uint64_t> each(call->numbers.data[0], 7);
+        const std::vector<std::uint64_t> each(call->parts[0], 7);
         PyEval_SaveThread();
         usleep(5000);  // as a call that waits for its peer
         PyEval_RestoreThread(nullptr);

@@ -3,7 +3,6 @@
 // It has no symbol of Python to link, so that programs link without libpython.
 #include <dlfcn.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <signal.h>
@@ -11,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -81,24 +81,20 @@ constexpr char question[] =
 
 // Lines that the interpreter prints.
 std::string ask(std::string program) {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) throw Error(std::string("pipe2: ") + strerror(errno));
+    const int answer = memfd_create("lldd-python", MFD_CLOEXEC);
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+    posix_spawn_file_actions_adddup2(&actions, answer, STDOUT_FILENO);
     char* const arguments[] = {&program[0], const_cast<char*>("-c"), const_cast<char*>(question), nullptr};
     pid_t child;
-    const int error = posix_spawnp(&child, program.c_str(), &actions, nullptr, arguments, environ);
+    const int error = answer < 0 ? errno : posix_spawnp(&child, program.c_str(), &actions, nullptr, arguments, environ);
     posix_spawn_file_actions_destroy(&actions);
-    close(ends[1]);
-    std::string output;
-    char part[512];
-    ssize_t got;
-    while ((got = read(ends[0], part, sizeof part)) > 0 || (got < 0 && errno == EINTR))
-        output.append(part, static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
-    close(ends[0]);
     while (error == 0 && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
     }
+    char lines[2 * PATH_MAX + 2];
+    const std::string output(lines,
+                             static_cast<std::size_t>(std::max<ssize_t>(pread(answer, lines, sizeof lines, 0), 0)));
+    close(answer);
     if (std::count(output.begin(), output.end(), '\n') == 2) return output;
     throw Error(program + ": " + (error != 0 ? strerror(error) : "does not run") +
                 "; name an interpreter that has open-datadist in LLM_DATADIST_PYTHON");

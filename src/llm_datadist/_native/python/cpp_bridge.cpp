@@ -49,13 +49,13 @@ struct Api {
 // The arguments of a call, one after the other, as objects of Python.
 class Reader {
 public:
-    explicit Reader(const LldCall& call) : number_(call.numbers.data), text_(call.texts), list_(call.lists) {}
+    explicit Reader(const LldCall& call) : at_(call.parts) {}
 
     nb::object next(char kind) {
         const Api& api = Api::get();
         switch (kind) {
             case 'n': return nb::int_(number());  // signed
-            case 'u': return nb::int_(*number_++);
+            case 'u': return nb::int_(*at_++);
             case 'f': return nb::bool_(number() != 0);  // flag
             case 'r': return api.make("LlmRole", number());
             case 'o': return options();
@@ -72,10 +72,15 @@ public:
     }
 
 private:
-    std::int64_t number() { return static_cast<std::int64_t>(*number_++); }
+    std::int64_t number() { return static_cast<std::int64_t>(*at_++); }
+
+    template <typename T>
+    const T* address() {
+        return reinterpret_cast<const T*>(*at_++);
+    }
 
     nb::object text() {
-        nb::object made = nb::steal(PyUnicode_FromString(*text_++));
+        nb::object made = nb::steal(PyUnicode_FromString(address<char>()));
         if (!made.is_valid()) throw nb::python_error();
         return made;
     }
@@ -89,10 +94,8 @@ private:
 
     template <typename Number>
     nb::list integers() {
-        const LldNumbers& given = *list_++;
-        nb::list list;
-        for (std::size_t i = 0; i < given.size; ++i) list.append(static_cast<Number>(given.data[i]));
-        return list;
+        const auto* each = address<Number>();
+        return list_of([&] { return *each++; });
     }
 
     nb::dict options() {
@@ -105,7 +108,7 @@ private:
     }
 
     nb::object cluster() {
-        const std::uint64_t id = *number_++;
+        const std::uint64_t id = *at_++;
         const std::int64_t role = number();
         const nb::list local = list_of([&] { return endpoint(); });
         return Api::get().make("ClusterInfo", id, role, local, list_of([&] { return endpoint(); }));
@@ -128,8 +131,7 @@ private:
     nb::object cache() {
         const std::int64_t id = number();
         if (id >= 1) {
-            number_ += 3;
-            list_ += 2;
+            at_ += 7;
             return Api::get().Cache(id);
         }
         const nb::object addrs = integers<std::uint64_t>();
@@ -137,30 +139,29 @@ private:
     }
 
     nb::object index() {
-        const std::uint64_t* parts = std::exchange(number_, number_ + 3);
+        const std::uint64_t* parts = std::exchange(at_, at_ + 3);
         return Api::get().CacheIndex(parts[0], static_cast<std::int64_t>(parts[1]), parts[2]);
     }
 
     // Parsed without an object for each block.
     nb::object blocks() {
-        const LldNumbers& given = *list_++;
-        const auto* end = given.data + given.size;
-        const auto* wrong = std::find_if(given.data, end, [](std::uint64_t each) { return each >> 63 != 0; });
-        if (wrong == end) return nb::cast(BlockList(BlockList::Numbers(given.data, end)));
-        throw nb::value_error(
-            nb::str("block {} is {}: must be in [0, 2**63)").format(wrong - given.data, *wrong).c_str());
+        const auto* data = address<std::uint64_t>();
+        const auto* end = data + number();
+        const auto* wrong = std::find_if(data, end, [](std::uint64_t each) { return each >> 63 != 0; });
+        if (wrong == end) return nb::cast(BlockList(BlockList::Numbers(data, end)));
+        PyErr_Format(PyExc_ValueError, "block %zd is %llu: must be in [0, 2**63)", wrong - data,
+                     static_cast<unsigned long long>(*wrong));
+        throw nb::python_error();
     }
 
     nb::object layers() {
-        const auto* parts = reinterpret_cast<const std::int64_t*>(std::exchange(number_, number_ + 5));
+        const auto* parts = reinterpret_cast<const std::int64_t*>(std::exchange(at_, at_ + 5));
         if (std::count(parts, parts + 4, -1) == 4 && parts[4] == 2) return Api::get().ALL_LAYERS;
         const nb::tuple src = nb::make_tuple(parts[0], parts[1]), dst = nb::make_tuple(parts[2], parts[3]);
         return Api::get().make("KvCacheExtParam", src, dst, parts[4]);
     }
 
-    const std::uint64_t* number_;
-    const char* const* text_;
-    const LldNumbers* list_;
+    const std::uint64_t* at_;
 };
 
 std::uint32_t number_of(nb::handle status) {
@@ -216,13 +217,11 @@ std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::s
     const nb::object method = dist.attr(call.method);
     const nb::object result = nb::steal(PyObject_Vectorcall(method.ptr(), plain, count, nullptr));
     if (!result.is_valid()) throw nb::python_error();
-    if (!PyTuple_Check(result.ptr())) {
-        if (number_of(result) != success) write(dist.attr("last_error"), text, capacity);
-        return number_of(result);
-    }
-    if (!nb::object(result[1]).is_none()) give(dist, call, result[1]);
-    if (number_of(nb::object(result[0])) != success) write(dist.attr("last_error"), text, capacity);
-    return number_of(nb::object(result[0]));
+    const bool pair = PyTuple_Check(result.ptr());
+    if (pair && !nb::object(result[1]).is_none()) give(dist, call, result[1]);
+    const std::uint32_t status = number_of(pair ? nb::object(result[0]) : result);
+    if (status != success) write(dist.attr("last_error"), text, capacity);
+    return status;
 }
 
 std::uint32_t status_of(nb::python_error& error) {
@@ -245,15 +244,9 @@ std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* t
             write(error.value(), text, capacity);
             return status_of(error);
         }
-    } catch (const std::bad_alloc&) {
+    } catch (const std::bad_alloc&) {  // nothing else is thrown by C++ here
         std::snprintf(text, capacity, "there is no memory for the results");
         return no_memory;
-    } catch (const nb::builtin_exception& error) {
-        std::snprintf(text, capacity, "%s", error.what());
-        return invalid;
-    } catch (const std::exception& error) {
-        std::snprintf(text, capacity, "%s", error.what());
-        return failed;
     }
 }
 

@@ -18,19 +18,13 @@ typedef struct {
     void* object;
 } LldInstance;
 
-typedef struct {
-    const uint64_t* data;
-    size_t size;
-} LldNumbers;
-
-// A call. What its arguments consist of lies in their order in three lists. Pointers are read during the call only.
+// A call. `parts` is what its arguments consist of, in order: numbers (signed ones as their bits), texts (their
+// addresses; UTF-8) and lists of 64-bit numbers (their addresses and sizes). They are read during the call only.
 typedef struct {
     uint32_t abi;
     const char* method;  // of LlmDataDist; "": the destructor
     const char* kinds;  // of its arguments, a letter for each (cpp_bridge.cpp)
-    LldNumbers numbers;  // signed ones as their bits
-    const char* const* texts;  // UTF-8
-    const LldNumbers* lists;
+    const uint64_t* parts;
     // Takes the results: statuses of clusters, or a new cache's id and addresses. 0: there is no memory for them.
     int (*put)(void* to, const uint64_t* values, size_t count);
     void* to;

@@ -157,8 +157,7 @@ public:
     Status Run(const Arguments&... arguments) {
         return Guarded([&] {
             AddAll(arguments...);
-            const LldCall call = {LLM_DATADIST_ABI, method_,       kinds_, {numbers_.data(), numbers_.size()},
-                                  texts_.data(),    lists_.data(), put,    to};
+            const LldCall call = {LLM_DATADIST_ABI, method_, kinds_, parts_.data(), put, to};
             return llm_datadist_call(&instance_, &call);
         });
     }
@@ -191,10 +190,11 @@ private:
     template <typename Number,
               typename = std::enable_if_t<std::is_arithmetic<Number>::value || std::is_enum<Number>::value>>
     void Add(Number number) {
-        numbers_.push_back(static_cast<uint64_t>(number));
+        parts_.push_back(static_cast<uint64_t>(number));
     }
-    void Add(const AscendString& text) { texts_.push_back(text.GetString()); }
-    void Add(const std::vector<uint64_t>& list) { lists_.push_back({list.data(), list.size()}); }
+    void Add(const void* address) { Add(reinterpret_cast<uintptr_t>(address)); }
+    void Add(const AscendString& text) { Add(text.GetString()); }
+    void Add(const std::vector<uint64_t>& list) { AddAll(list.data(), list.size()); }
     void Add(const std::vector<std::vector<uint64_t>>& lists) { AddEach(lists); }
     void Add(const std::map<AscendString, AscendString>& options) { AddEach(options); }
     void Add(const std::vector<IpInfo>& infos) { AddEach(infos); }
@@ -208,8 +208,7 @@ private:
     void Add(const std::pair<int32_t, int32_t>& range) { AddAll(range.first, range.second); }
     void Add(const KvCacheExtParam& ext) { AddAll(ext.src_layer_range, ext.dst_layer_range, ext.tensor_num_per_layer); }
     void Add(const CacheDesc& desc) {
-        AddAll(desc.placement, desc.num_tensors, desc.data_type);
-        lists_.push_back({reinterpret_cast<const uint64_t*>(desc.shape.data()), desc.shape.size()});
+        AddAll(desc.placement, desc.num_tensors, desc.data_type, desc.shape.data(), desc.shape.size());
     }
     void Add(const Cache& cache) { AddAll(cache.cache_id, cache.tensor_addrs, cache.cache_desc); }
 
@@ -226,9 +225,7 @@ private:
 
     LldInstance& instance_;
     const char *method_, *kinds_;
-    std::vector<uint64_t> numbers_;
-    std::vector<const char*> texts_;
-    std::vector<LldNumbers> lists_;
+    std::vector<uint64_t> parts_;
 };
 
 }  // namespace detail
