@@ -521,6 +521,7 @@ DESCRIPTOR: Final = Spec(
     NO_STRUCT,
     *wrong(DESC, placement=[1, None], num_tensors=[2.0, None], data_type=[3, None], shape=[None, 8, [8.0], [None]]),
     (RULE, "num_tensors=0", replace(DESC, num_tensors=0)),
+    (RULE, "num_tensors=4294967295", replace(DESC, num_tensors=2**32 - 1)),
     (RULE, "uint32", *(replace(DESC, num_tensors=number) for number in (-1, 2**32))),
     (RULE, "data_type=DT_UNDEFINED", replace(DESC, data_type=cpp_api.DT_UNDEFINED)),
     (RULE, "shape is empty", replace(DESC, shape=[])),

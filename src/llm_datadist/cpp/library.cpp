@@ -195,7 +195,7 @@ const LldBridge* loaded() {
 
 extern "C" const char* llm_datadist_last_error() { return last_error; }
 
-extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, const LldCall* call) {
+extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, LldCall* call) {
     if (call->abi != LLM_DATADIST_ABI)
         return fail("the program was compiled with the header of another version than that of libllm_datadist.so");
     const bool ends = *call->method == '\0' || strcmp(call->method, "Finalize") == 0;

@@ -169,9 +169,10 @@ std::uint32_t number_of(nb::handle status) {
 }
 
 // Hands the second result of a call to the program.
-void give(nb::handle dist, const LldCall& call, nb::handle value) {
-    std::vector<std::uint64_t> plain;
-    const auto add = [&](nb::handle number) { plain.push_back(PyLong_AsUnsignedLongLongMask(number.ptr())); };
+void give(LldCall& call, nb::handle value) {
+    const auto add = [&](nb::handle number) {
+        if (call.count < call.room) call.results[call.count++] = PyLong_AsUnsignedLongLongMask(number.ptr());
+    };
     if (PyLong_Check(value.ptr())) {
         add(value);
     } else if (PyList_Check(value.ptr())) {
@@ -180,16 +181,13 @@ void give(nb::handle dist, const LldCall& call, nb::handle value) {
         add(value.attr("cache_id"));
         for (nb::handle each : value.attr("tensor_addrs")) add(each);
     }
-    if (call.put(call.to, plain.data(), plain.size()) != 0) return;
-    if (call.method == std::string_view("AllocateCache")) dist.attr("DeallocateCache")(plain[0]);
-    throw std::bad_alloc();
 }
 
 void write(nb::handle error, char* text, std::size_t capacity) {
     std::snprintf(text, capacity, "%s", nb::str(error).c_str());
 }
 
-std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::size_t capacity) {
+std::uint32_t run(LldInstance* instance, LldCall& call, char* text, std::size_t capacity) {
     const std::string_view name = call.method;
     if (name == "Initialize" && instance->object == nullptr) {
         nb::object role = Api::get().make("LlmRole", instance->role);
@@ -218,7 +216,7 @@ std::uint32_t run(LldInstance* instance, const LldCall& call, char* text, std::s
     const nb::object result = nb::steal(PyObject_Vectorcall(method.ptr(), plain, count, nullptr));
     if (!result.is_valid()) throw nb::python_error();
     const bool pair = PyTuple_Check(result.ptr());
-    if (pair && !nb::object(result[1]).is_none()) give(dist, call, result[1]);
+    if (pair && !nb::object(result[1]).is_none()) give(call, result[1]);
     const std::uint32_t status = number_of(pair ? nb::object(result[0]) : result);
     if (status != success) write(dist.attr("last_error"), text, capacity);
     return status;
@@ -230,7 +228,7 @@ std::uint32_t status_of(nb::python_error& error) {
     return error.matches(PyExc_MemoryError) ? no_memory : failed;
 }
 
-std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* text, std::size_t capacity) noexcept {
+std::uint32_t call_in_python(LldInstance* instance, LldCall* call, char* text, std::size_t capacity) noexcept {
     const Attached attached;
     if (!attached) {
         std::snprintf(text, capacity, "the Python interpreter of this process ends");
@@ -244,8 +242,8 @@ std::uint32_t call_in_python(LldInstance* instance, const LldCall* call, char* t
             write(error.value(), text, capacity);
             return status_of(error);
         }
-    } catch (const std::bad_alloc&) {  // nothing else is thrown by C++ here
-        std::snprintf(text, capacity, "there is no memory for the results");
+    } catch (const std::exception&) {  // of C++
+        std::snprintf(text, capacity, "there is no memory for the arguments");
         return no_memory;
     }
 }

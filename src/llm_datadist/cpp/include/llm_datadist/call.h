@@ -25,18 +25,18 @@ typedef struct {
     const char* method;  // of LlmDataDist; "": the destructor
     const char* kinds;  // of its arguments, a letter for each (cpp_bridge.cpp)
     const uint64_t* parts;
-    // Takes the results: statuses of clusters, or a new cache's id and addresses. 0: there is no memory for them.
-    int (*put)(void* to, const uint64_t* values, size_t count);
-    void* to;
+    uint64_t* results;  // statuses of clusters, or a new cache's id and addresses
+    size_t room;  // for so many results
+    size_t count;  // of them; the program sets 0
 } LldCall;
 
 // What the library loads. `call` puts the reason of a failure into `text`.
 typedef struct {
     uint32_t abi;
-    uint32_t (*call)(LldInstance* instance, const LldCall* call, char* text, size_t capacity);
+    uint32_t (*call)(LldInstance* instance, LldCall* call, char* text, size_t capacity);
 } LldBridge;
 
-uint32_t llm_datadist_call(LldInstance* instance, const LldCall* call);
+uint32_t llm_datadist_call(LldInstance* instance, LldCall* call);
 const char* llm_datadist_last_error(void);
 
 #ifdef __cplusplus

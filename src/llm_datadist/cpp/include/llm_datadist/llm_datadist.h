@@ -3,6 +3,7 @@
 // C++14. Everything here is inline; nothing of the C++ library crosses into the shared library.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -139,27 +140,21 @@ struct RegisterCfg {
 
 namespace detail {
 
-// Arguments of a call as the library takes them.
+// Arguments and results of a call as the library takes and gives them.
 class Call {
 public:
-    Call(LldInstance& instance, const char* method, const char* kinds)
-        : instance_(instance), method_(method), kinds_(kinds) {}
+    std::vector<uint64_t> results;
 
-    template <typename T>
-    Call& Into(std::vector<T>& results) {
-        results.clear();
-        to = &results;
-        put = &Put<T>;
-        return *this;
-    }
+    Call(LldInstance& instance, const char* method, const char* kinds, std::size_t room = 0)
+        : results(room), instance_(instance), method_(method), kinds_(kinds) {}
 
     template <typename... Arguments>
     Status Run(const Arguments&... arguments) {
-        return Guarded([&] {
-            AddAll(arguments...);
-            const LldCall call = {LLM_DATADIST_ABI, method_, kinds_, parts_.data(), put, to};
-            return llm_datadist_call(&instance_, &call);
-        });
+        AddAll(arguments...);
+        LldCall call = {LLM_DATADIST_ABI, method_, kinds_, parts_.data(), results.data(), results.size(), 0};
+        const Status status = llm_datadist_call(&instance_, &call);
+        results.resize(call.count);
+        return status;
     }
 
     // Status of the work, or that there is no memory: nothing else may be thrown here.
@@ -176,17 +171,7 @@ public:
 #endif
     }
 
-    int (*put)(void*, const uint64_t*, std::size_t) = nullptr;
-    void* to = nullptr;
-
 private:
-    template <typename T>
-    static int Put(void* results, const uint64_t* values, std::size_t count) {
-        return Guarded([&] {
-                   return static_cast<std::vector<T>*>(results)->assign(values, values + count), LLM_SUCCESS;
-               }) == 0;
-    }
-
     template <typename Number,
               typename = std::enable_if_t<std::is_arithmetic<Number>::value || std::is_enum<Number>::value>>
     void Add(Number number) {
@@ -253,25 +238,24 @@ public:
     // Links to peers that listen; rets: a status for each, or none if an argument is invalid.
     Status LinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                            int32_t timeout_in_millis = 1000) {
-        return detail::Call(instance_, "LinkLlmClusters", "kn").Into(rets).Run(clusters, timeout_in_millis);
+        return RunForEach("LinkLlmClusters", "kn", rets, clusters, timeout_in_millis);
     }
 
     Status UnlinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                              int32_t timeout_in_millis = 1000, bool force_flag = false) {
-        return detail::Call(instance_, "UnlinkLlmClusters", "knf")
-            .Into(rets)
-            .Run(clusters, timeout_in_millis, force_flag);
+        return RunForEach("UnlinkLlmClusters", "knf", rets, clusters, timeout_in_millis, force_flag);
     }
 
     Status AllocateCache(const CacheDesc& cache_desc, Cache& cache) {
         return detail::Call::Guarded([&] {
             CacheDesc desc = cache_desc;  // before the call: nothing fails after it
-            std::vector<uint64_t> made;
-            const Status status = detail::Call(instance_, "AllocateCache", "d").Into(made).Run(cache_desc);
+            const std::size_t tensors = std::min<std::size_t>(desc.num_tensors, 1 << 20);  // more are refused
+            detail::Call call(instance_, "AllocateCache", "d", 1 + tensors);
+            const Status status = call.Run(desc);
             if (status != LLM_SUCCESS) return status;
-            cache.cache_id = static_cast<int64_t>(made[0]);
-            made.erase(made.begin());
-            cache.tensor_addrs = std::move(made);
+            cache.cache_id = static_cast<int64_t>(call.results[0]);
+            call.results.erase(call.results.begin());
+            cache.tensor_addrs = std::move(call.results);
             cache.cache_desc = std::move(desc);
             return status;
         });
@@ -314,13 +298,13 @@ public:
 
     Status RegisterKvCache(const CacheDesc& cache_desc, const std::vector<uint64_t>& addrs, const RegisterCfg&,
                            int64_t& cache_id) {
-        detail::Call call(instance_, "RegisterKvCache", "da");
-        call.to = &cache_id;
-        call.put = [](void* to, const uint64_t* values, std::size_t) {
-            *static_cast<int64_t*>(to) = static_cast<int64_t>(values[0]);
-            return 1;
-        };
-        return call.Run(cache_desc, addrs);
+        cache_id = -1;
+        return detail::Call::Guarded([&] {
+            detail::Call call(instance_, "RegisterKvCache", "da", 1);
+            const Status status = call.Run(cache_desc, addrs);
+            if (status == LLM_SUCCESS) cache_id = static_cast<int64_t>(call.results[0]);
+            return status;
+        });
     }
 
     Status UnregisterKvCache(int64_t cache_id) { return Run("UnregisterKvCache", "n", cache_id); }
@@ -328,7 +312,20 @@ public:
 private:
     template <typename... Arguments>
     Status Run(const char* method, const char* kinds, const Arguments&... arguments) {
-        return detail::Call(instance_, method, kinds).Run(arguments...);
+        return detail::Call::Guarded([&] { return detail::Call(instance_, method, kinds).Run(arguments...); });
+    }
+
+    template <typename... Arguments>
+    Status RunForEach(const char* method, const char* kinds, std::vector<Status>& rets,
+                      const std::vector<ClusterInfo>& clusters, const Arguments&... arguments) {
+        rets.clear();
+        return detail::Call::Guarded([&] {
+            rets.reserve(clusters.size());  // before the call: nothing fails after it
+            detail::Call call(instance_, method, kinds, clusters.size());
+            const Status status = call.Run(clusters, arguments...);
+            rets.assign(call.results.begin(), call.results.end());
+            return status;
+        });
     }
 
     LldInstance instance_;
