@@ -179,6 +179,17 @@ def test_what_an_option_forbids_is_not_enabled(peers: ExitStack) -> None:
     assert peer.do(f"role 1 llm.ListenIpInfo=127.0.0.1:{free_port()}")[0] == NOT_ENABLED
 
 
+def test_memory_that_the_transport_cannot_reach_is_not_enabled(peers: ExitStack, processes: Processes) -> None:
+    prompt, port = python(processes, LlmRole.kPrompt, 1, "shm")
+    prompt.do(cpp.made, "kv", Shape(memory="private"), 7)
+    decoder = born(peers, LlmRole.kDecoder, 2, "shm")
+    ours = cache(decoder, "kv", "private")
+    decoder.ok(f"link 10000 0 1@127.0.0.1:{port}")
+    status, _, error = decoder.do(f"pull_blocks kv {target(prompt.do(cpp.index, 'kv'))} 1 1 -")
+    assert (status, "outside its pools" in error) == (NOT_ENABLED, True)
+    assert np.array_equal(decoder.bytes("kv"), ours)
+
+
 def test_a_peer_that_does_not_answer_is_a_timeout_and_one_that_dies_is_told(
     peers: ExitStack, processes: Processes
 ) -> None:

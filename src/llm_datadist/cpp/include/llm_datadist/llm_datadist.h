@@ -180,10 +180,6 @@ private:
     void Add(const void* address) { Add(reinterpret_cast<uintptr_t>(address)); }
     void Add(const AscendString& text) { Add(text.GetString()); }
     void Add(const std::vector<uint64_t>& list) { AddAll(list.data(), list.size()); }
-    void Add(const std::vector<std::vector<uint64_t>>& lists) { AddEach(lists); }
-    void Add(const std::map<AscendString, AscendString>& options) { AddEach(options); }
-    void Add(const std::vector<IpInfo>& infos) { AddEach(infos); }
-    void Add(const std::vector<ClusterInfo>& clusters) { AddEach(clusters); }
     void Add(const std::pair<const AscendString, AscendString>& option) { AddAll(option.first, option.second); }
     void Add(const IpInfo& info) { AddAll(info.ip, info.port); }
     void Add(const ClusterInfo& info) {
@@ -197,8 +193,8 @@ private:
     }
     void Add(const Cache& cache) { AddAll(cache.cache_id, cache.tensor_addrs, cache.cache_desc); }
 
-    template <typename Range>
-    void AddEach(const Range& range) {
+    template <typename Range, typename = typename Range::value_type>
+    void Add(const Range& range) {
         Add(range.size());
         for (const auto& each : range) Add(each);
     }
