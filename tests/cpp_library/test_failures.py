@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm_datadist import CacheDesc, CacheKey, DataType
+from llm_datadist._cache import registry
 from llm_datadist.cpp_api import CacheIndex, LlmRole
 from tests.support import cpp
 from tests.support.cpp import Shape
 from tests.support.cpp_peer import (
     ALREADY,
+    BUSY,
     EXIST_LINK,
     FAILED,
     INVALID,
@@ -36,11 +39,13 @@ from tests.support.ends import Processes, freeze, frozen
 from tests.support.linking import free_port
 from tests.support.moves import Use, wait_until
 from tests.support.source import ROOT
+from tests.support.wire import MAX_PINS_PER_PEER
 from tests.support.world import World
 
 #: Statuses that the tests below provoke.
 PROVOKED = {
     ALREADY,
+    BUSY,
     EXIST_LINK,
     FAILED,
     INVALID,
@@ -188,6 +193,31 @@ def test_memory_that_the_transport_cannot_reach_is_not_enabled(peers: ExitStack,
     status, _, error = decoder.do(f"pull_blocks kv {target(prompt.do(cpp.index, 'kv'))} 1 1 -")
     assert (status, "outside its pools" in error) == (NOT_ENABLED, True)
     assert np.array_equal(decoder.bytes("kv"), ours)
+
+
+def test_a_peer_that_keeps_as_much_for_us_as_it_may_is_busy(peers: ExitStack, processes: Processes) -> None:
+    prompt, port = python(processes, LlmRole.kPrompt, 1, "shm")
+    decoder = born(peers, LlmRole.kDecoder, 2, "shm")
+    ours = cache(decoder, "kv", "private")
+    decoder.ok(f"link 10000 0 1@127.0.0.1:{port}")
+    pull = f"pull_cache kv 1 {prompt.do(_rows)} 0 0 -1 -"
+    prompt.do(_keep, 0)
+    try:
+        assert decoder.do(pull)[0] == BUSY
+    finally:
+        prompt.do(_keep, MAX_PINS_PER_PEER)
+    assert np.array_equal(decoder.bytes("kv"), ours)
+    decoder.ok(pull)
+
+
+def _rows(world: World) -> int:
+    """Allocate a cache that a pull may consume, so that it is pinned meanwhile."""
+    manager = cpp.dist(world).datadist.cache_manager
+    return manager.allocate_cache(CacheDesc(4, [8, 16], DataType.DT_INT32), [CacheKey(1, 1, 1)]).cache_id
+
+
+def _keep(_: World, pins: int) -> None:
+    vars(registry)["MAX_PINS_PER_PEER"] = pins
 
 
 def test_a_peer_that_does_not_answer_is_a_timeout_and_one_that_dies_is_told(

@@ -22,7 +22,7 @@ from tests.support.world import World, read
 
 INVALID, FAILED, NO_CACHE, NOT_LINKED, ALREADY = 0x5010B005, 0xFFFFFFFF, 0x5010B002, 0x5010B007, 0x5010B008
 LINK_FAILED, EXIST_LINK, NOT_ENABLED, TIMEOUT = 0x5010B009, 0x5010B018, 0x5010B019, 0x5010B01A
-NO_MEMORY, PEER_DIED = 0x5010B01C, 507057
+BUSY, NO_MEMORY, PEER_DIED = 0x5010B01B, 0x5010B01C, 507057
 #: Device, four tensors, int32, eight blocks of 64 bytes.
 KV: Final = "1 4 3 8,16"
 #: Header and library as installed, beside the native module.
