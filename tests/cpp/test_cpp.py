@@ -201,6 +201,11 @@ def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure
         assert [part for part in parts if part not in text] == [], text
     assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(1, port), two_ips], 10_000)[0] is BAD
     assert "1 of 2 failed: clusters[1] LLM_PARAM_INVALID: cluster 3" in str(shm_pair.decoder.do(_last_error))
+    assert shm_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port)], 10_000)[0] is OK
+    assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(0, port + 1)], 10_000)[0] is OK
+    assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
+    assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(0, port)], 10_000)[0] is OK
+    assert shm_pair.decoder.do(picture).links == ()
 
 
 def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:
@@ -338,7 +343,7 @@ def test_an_allocation_without_memory_for_its_struct_leaves_no_cache(
     assert one.Initialize(LISTEN | {"llm.MemPoolConfig": '{"memory_size": 1048576}'}) is OK
     with monkeypatch.context() as patched:
         patched.setattr("llm_datadist.cpp_api.datadist.Cache", mock.Mock(side_effect=MemoryError))
-        assert one.AllocateCache(Shape(1, 2, 4).desc) == (FAILED, None)
+        assert one.AllocateCache(Shape(1, 2, 4).desc) == (cpp_api.LLMStatusCode.LLM_OUT_OF_MEMORY, None)
     now = one.datadist.statistics()
     assert (now.caches.live, now.pools[0].used_bytes) == (0, 0)
     assert one.AllocateCache(Shape(1, 2, 4).desc)[0] is OK

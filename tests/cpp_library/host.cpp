@@ -47,6 +47,17 @@ Status begin(const char* pool) {
 
 Status copy() { return program.copy(); }
 
+Status link_to(uint16_t port) {
+    IpInfo there, here;
+    there.ip = here.ip = "127.0.0.1";
+    there.port = port;
+    ClusterInfo info;
+    info.local_ip_infos = {here};
+    info.remote_ip_infos = {there};
+    std::vector<Status> rets;
+    return program.dist->LinkLlmClusters({info}, rets, 60000);
+}
+
 int value(int i) { return reinterpret_cast<const int32_t*>(program.cache.tensor_addrs[0])[i]; }
 
 const char* reason() { return LastError(); }

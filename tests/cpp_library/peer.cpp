@@ -2,6 +2,7 @@
 #include <llm_datadist/llm_datadist.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstring>
 #include <functional>
 #include <iostream>
@@ -9,6 +10,7 @@
 #include <sstream>
 #include <thread>
 
+#include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -203,6 +205,16 @@ Status in_child(const std::function<Status()>& work, std::string& text) {
     return LLM_SUCCESS;
 }
 
+// As a plugin that starts Python, which nothing else links, for itself.
+void begin_plugin(Words& words) {
+    void* library = dlopen(next<std::string>(words).c_str(), RTLD_NOW | RTLD_LOCAL);
+    const auto name = next<std::string>(words);
+    static std::wstring program(name.begin(), name.end());
+    reinterpret_cast<void (*)(const wchar_t*)>(dlsym(library, "Py_SetProgramName"))(program.c_str());
+    reinterpret_cast<void (*)(int)>(dlsym(library, "Py_InitializeEx"))(0);
+    reinterpret_cast<void* (*)()>(dlsym(library, "PyEval_SaveThread"))();
+}
+
 Status run(const std::string& what, Words& words, std::string& text) {
     if (what == "new") {
         const auto cluster = next<uint64_t>(words);
@@ -226,6 +238,8 @@ Status run(const std::string& what, Words& words, std::string& text) {
         return status;
     }
     if (what == "storm") return storm(words);
+    if (what == "exit_when_interrupted") return std::signal(SIGINT, [](int) { exit(7); }), LLM_SUCCESS;
+    if (what == "plugin") return begin_plugin(words), LLM_SUCCESS;
     if (what == "fork") return in_child([&] { return dist->SetRole(LlmRole::kMix); }, text);
     if (what == "fork_init") return in_child([&] { return dist->Initialize(options(words)); }, text);
     if (what == "unregister") return dist->UnregisterKvCache(next<int64_t>(words));

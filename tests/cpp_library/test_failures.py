@@ -1,7 +1,11 @@
 """What fails in a C++ program: every status, other processes and threads that end, forks, interpreters."""
 
 import re
+import signal
+import socket
+import struct
 import sys
+import sysconfig
 import venv
 from contextlib import ExitStack
 from pathlib import Path
@@ -210,6 +214,28 @@ def test_a_peer_that_keeps_as_much_for_us_as_it_may_is_busy(peers: ExitStack, pr
     decoder.ok(pull)
 
 
+def test_a_peer_that_goes_in_the_handshake_costs_its_own_link_only(peers: ExitStack) -> None:
+    """Regression: SIGPIPE ended the program."""
+    port = free_port()
+    prompt, decoder = born(peers, LlmRole.kPrompt, 1, "auto", port), born(peers, LlmRole.kDecoder, 2, "auto")
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        dial, hello = f"link 10000 0 1@127.0.0.1:{there.getsockname()[1]}", b""
+        for i in range(100):  # the reset has to come between two messages
+            decoder.begin(dial)
+            accepted, _ = there.accept()
+            with accepted:
+                if i == 0:
+                    hello = accepted.recv(1 << 16)
+                accepted.shutdown(socket.SHUT_WR)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            assert decoder.finish()[0] == LINK_FAILED
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port)) as leaving:
+            leaving.sendall(hello)
+    decoder.ok(f"link 10000 0 1@127.0.0.1:{port}")
+    prompt.ok("unlink 10000 1 2@127.0.0.1:1")
+
+
 def _rows(world: World) -> int:
     """Allocate a cache that a pull may consume, so that it is pinned meanwhile."""
     manager = cpp.dist(world).datadist.cache_manager
@@ -345,6 +371,41 @@ def test_a_child_forked_before_the_first_initialize_has_an_interpreter_of_its_ow
     text = peer.ok(f"fork_{init('auto')}")
     assert (text.split()[0], text.endswith(" ended with 0")) == ("0", True), text
     peer.ok(init("auto"))
+
+
+def test_an_exit_in_a_signal_handler_waits_for_nothing(peers: ExitStack) -> None:
+    peer = Peer()
+    peers.callback(peer.close)
+    peer.ok("new 2 2")
+    peer.ok(init("auto"))
+    peer.ok("exit_when_interrupted")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer.begin(f"link 600000 0 1@127.0.0.1:{silent.getsockname()[1]}")
+        with silent.accept()[0]:
+            peer.process.send_signal(signal.SIGINT)
+            assert peer.process.wait(60) == 7
+
+
+def test_the_interpreter_that_a_plugin_has_for_itself_is_used(peers: ExitStack) -> None:
+    """Regression: it was begun a second time, by the program's thread, and the program died."""
+    peer = Peer()
+    peers.callback(peer.close)
+    peer.ok("new 1 3")
+    peer.ok(f"plugin {sysconfig.get_config_var('LIBDIR')}/{sysconfig.get_config_var('INSTSONAME')} {sys.executable}")
+    peer.ok(init("auto"))
+
+
+def test_no_module_of_the_working_folder_runs_and_site_may_print(peers: ExitStack, tmp_path: Path) -> None:
+    """Regression: the question where the interpreter's library is ran a sysconfig.py that lay there."""
+    for name in ("sysconfig", "os", "json", "numpy", "llm_datadist"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'has run')!r}, 'w')")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('several\\nlines')")
+    peer = Peer(tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    peers.callback(peer.close)
+    peer.ok("new 1 3")
+    peer.ok(init("auto"))
+    assert not (tmp_path / "has run").exists()
 
 
 def _script(folder: Path, *lines: str) -> str:

@@ -41,6 +41,28 @@ def test_calls_while_and_after_the_interpreter_ends_fail_and_wait_for_nothing() 
     assert (first, then) == (reason, f"then {reason}")
 
 
+def test_a_keyboard_interrupt_in_a_call_is_the_hosts() -> None:
+    """Regression: the call swallowed it, and had no reason."""
+    ran = _run(
+        """
+import os, signal, socket
+silent = socket.create_server(("127.0.0.1", 0))
+def interrupt():
+    global accepted
+    accepted = silent.accept()
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    print(hex(lib.link_to(silent.getsockname()[1]) & 0xffffffff), flush=True)
+    threading.Event().wait(60)
+except KeyboardInterrupt:
+    print("interrupted", lib.reason().decode())
+""",
+        "CDLL",
+    )
+    assert (ran.returncode, ran.stdout) == (0, "interrupted KeyboardInterrupt()\n"), ran.stderr
+
+
 def test_a_child_that_python_forks_while_a_thread_is_inside_a_call_is_refused_and_ends() -> None:
     child = (
         "print(hex(lib.copy() & 0xffffffff), lib.reason().decode(), flush=True); atexit._run_exitfuncs(); os._exit(0)"

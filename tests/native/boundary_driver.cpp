@@ -165,6 +165,7 @@ void starve(LlmDataDist& dist) {
             until_one_fails = failing;
             status = each();
             until_one_fails = -1;
+            CHECK(status != LLM_OUT_OF_MEMORY || std::string(LastError()).find("no memory") != std::string::npos);
         }
         CHECK(status == LLM_SUCCESS && failing > 1);
     }

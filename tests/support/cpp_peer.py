@@ -63,10 +63,15 @@ class Failed(Exception):
 class Peer:
     """A process of peer.cpp. Its last error stays until another call fails."""
 
-    def __init__(self, **environment: str) -> None:
+    def __init__(self, folder: Path | None = None, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.process = subprocess.Popen(
-            [build("peer.cpp")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept | environment, bufsize=0
+            [build("peer.cpp")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=kept | environment,
+            bufsize=0,
+            cwd=folder,
         )
 
     def begin(self, command: str) -> None:

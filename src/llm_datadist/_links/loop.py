@@ -10,6 +10,7 @@ import asyncio
 import os
 import select
 import selectors
+import signal
 import threading
 import time
 from collections import deque
@@ -191,6 +192,7 @@ class ControlLoop:
 
     @public_call
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # only python itself ignores it
         with never_wait_here():
             asyncio.set_event_loop(self.loop)
             while True:

@@ -137,7 +137,7 @@ class DialledSocket:
 
     def send(self, data: bytes) -> None:
         while data:
-            data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data)) :]
+            data = data[self._call("handshake", select.POLLOUT, partial(self.socket.send, data, socket.MSG_NOSIGNAL)) :]
 
     def read(self, most: int) -> bytes:
         self._deadline.ready(self.socket, select.POLLIN)  # first: the answer is not there yet

@@ -3,6 +3,7 @@
 // It has no symbol of Python to link, so that programs link without libpython.
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <signal.h>
@@ -36,8 +37,9 @@ constexpr std::uint32_t failed = 0xFFFFFFFF;
 thread_local char last_error[1024];  // without a destructor: static destructors of the program call, too
 
 std::atomic<const LldBridge*> bridge{nullptr};
-std::atomic<int> loading{0};  // threads that load, or have loaded
-bool forked = false;  // this process is a copy of one that had loaded, or was about to
+std::atomic<bool> used{false};
+bool forked = false;  // this process is a copy of one that used it
+thread_local int calls = 0;  // of this thread that run: more than 0 in a signal handler
 std::mutex starting;
 bool started_here = false;  // the interpreter
 
@@ -77,7 +79,7 @@ constexpr char question[] =
     "import os, sys, sysconfig as s\n"
     "name = s.get_config_var('INSTSONAME') or ''\n"
     "path = os.path.join(s.get_config_var('LIBDIR') or '', name)\n"
-    "print(sys.executable, path if os.path.exists(path) else name, sep='\\n', end='\\n')";
+    "print(sys.executable, path if os.path.exists(path) else name, sep='\\n')";
 
 // Lines that the interpreter prints.
 std::string ask(std::string program) {
@@ -85,7 +87,9 @@ std::string ask(std::string program) {
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     posix_spawn_file_actions_adddup2(&actions, answer, STDOUT_FILENO);
-    char* const arguments[] = {&program[0], const_cast<char*>("-c"), const_cast<char*>(question), nullptr};
+    posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+    char safe[] = "-P", code[] = "-c";  // -P: no module of the working folder
+    char* const arguments[] = {&program[0], safe, code, const_cast<char*>(question), nullptr};
     pid_t child;
     const int error = answer < 0 ? errno : posix_spawnp(&child, program.c_str(), &actions, nullptr, arguments, environ);
     posix_spawn_file_actions_destroy(&actions);
@@ -95,7 +99,9 @@ std::string ask(std::string program) {
     const std::string output(lines,
                              static_cast<std::size_t>(std::max<ssize_t>(pread(answer, lines, sizeof lines, 0), 0)));
     close(answer);
-    if (std::count(output.begin(), output.end(), '\n') == 2) return output;
+    // The last two lines: site modules may print, too.
+    if (std::count(output.begin(), output.end(), '\n') >= 2)
+        return output.substr(output.rfind('\n', output.rfind('\n', output.size() - 2) - 1) + 1);
     throw Error(program + ": " + (error != 0 ? strerror(error) : "does not run") +
                 "; name an interpreter that has open-datadist in LLM_DATADIST_PYTHON");
 }
@@ -106,10 +112,11 @@ void start() {
     const std::string program = interpreter(), lines = ask(program);
     const std::size_t end = lines.find('\n');
     const std::string executable = lines.substr(0, end), path = lines.substr(end + 1, lines.size() - end - 2);
-    if (dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr)
+    if (path.empty() || dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr)
         throw Error(program + " has no shared libpython (" + path +
                     "): install it (Debian: libpython3.11), or name an " +
                     "interpreter that was built with --enable-shared in LLM_DATADIST_PYTHON");
+    if (initialized()) return;  // by a plugin that had loaded the library for itself
     auto* done = new std::promise<void>();  // used by a thread that may outlive all else
     std::future<void> over = done->get_future();
     std::thread([done, executable] {
@@ -161,13 +168,14 @@ const LldBridge* load() {
     release(held);
     if (error.empty()) return found;
     throw Error(error +
-                "; install this library's open-datadist there, or name another interpreter in LLM_DATADIST_PYTHON");
+                "; install this library's open-datadist there, or start the program with another "
+                "interpreter in LLM_DATADIST_PYTHON");
 }
 
 // Finalizes what is left, as Python does at its exit. It runs before the static destructors of all that the interpreter
 // has loaded; those of the program may follow, and find that nothing is left to do.
 void at_exit() {
-    if (forked) return;
+    if (forked || calls > 0) return;  // an exit in a signal handler cannot wait for what it interrupts
     const int held = find<int()>("PyGILState_Ensure")();
     execute("import atexit; atexit._run_exitfuncs()");
     find<void(int)>("PyGILState_Release")(held);
@@ -175,9 +183,9 @@ void at_exit() {
 
 // The loaded bridge, or null with a text.
 const LldBridge* loaded() {
-    static const int handled = pthread_atfork(nullptr, nullptr, [] { forked = loading.load() > 0; });
+    static const int handled = pthread_atfork(nullptr, nullptr, [] { forked = used; });
     static_cast<void>(handled);
-    ++loading;
+    used = true;
     try {
         const LldBridge* found = load();
         static const int registered = started_here ? atexit(&at_exit) : 0;
@@ -186,7 +194,6 @@ const LldBridge* loaded() {
         return found;
     } catch (const std::exception& error) {
         fail(error.what());
-        --loading;
         return nullptr;
     }
 }
@@ -194,6 +201,11 @@ const LldBridge* loaded() {
 }  // namespace
 
 extern "C" const char* llm_datadist_last_error() { return last_error; }
+
+extern "C" std::uint32_t llm_datadist_no_memory() {
+    fail("the program has no memory for the arguments or results of this call");
+    return 0x5010B01C;
+}
 
 extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, LldCall* call) {
     if (call->abi != LLM_DATADIST_ABI)
@@ -206,5 +218,8 @@ extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, LldCall* call)
     if (to == nullptr && strcmp(call->method, "Initialize") != 0)
         return fail("this LlmDataDist is not initialised; call Initialize first");
     if (to == nullptr && (to = loaded()) == nullptr) return failed;
-    return to->call(instance, call, last_error, sizeof last_error);
+    ++calls;
+    const std::uint32_t status = to->call(instance, call, last_error, sizeof last_error);
+    --calls;
+    return status;
 }

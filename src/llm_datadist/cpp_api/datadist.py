@@ -37,6 +37,7 @@ from llm_datadist.cpp_api.structs import (
 from llm_datadist.datadist import LLMDataDist, life_of, tear_down
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized, ParamError
 from llm_datadist.types import Placement
+from llm_datadist.types.cluster import host_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,7 +174,7 @@ class LlmDataDist:
     def UnlinkLlmClusters(
         self, clusters: list[ClusterInfo], timeout: int = 1000, force: bool = False
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
-        """Unlink clusters, as ``LLMDataDist.unlink_clusters``.
+        """Unlink clusters, as ``LLMDataDist.unlink_clusters``. A cluster id of 0 may stand for the remote address.
 
         Returns:
             As :meth:`LinkLlmClusters`; ``LLM_TIMEOUT`` for a cluster that did not agree in time: its link stays.
@@ -184,7 +185,11 @@ class LlmDataDist:
             engine = call.engine
             check_timeout(timeout)
             check_type("force", force, bool)
-            infos = arguments.cluster_infos(clusters)
+            infos = arguments.cluster_infos(clusters, learn=True)
+            for info in (each for each in infos if each.remote_cluster_id is None):
+                dialled = [(host_of(ip), port) for ip, port in info.remote_ip_info_list]
+                known = (link.peer.cluster_id for link in engine.links.all() if link.origin.address in dialled)
+                info.remote_cluster_id = next(known, 0)
             require_outermost("unlink_clusters")
             call.collect(linking.unlink_clusters(engine, infos, force=force), timeout)
         return call.status, call.statuses
@@ -516,7 +521,8 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
         own = LLMException, MemoryError, *(() if threading.current_thread() is threading.main_thread() else (OSError,))
         if not isinstance(error, own) or isinstance(error, TypeError):
             return False
-        status = error.status_code if isinstance(error, LLMException) else LLMStatusCode.LLM_FAILED
+        other = LLMStatusCode.LLM_OUT_OF_MEMORY if isinstance(error, MemoryError) else LLMStatusCode.LLM_FAILED
+        status = error.status_code if isinstance(error, LLMException) else other
         self.status = status or LLMStatusCode.LLM_FAILED
         text = " ".join(str(error).splitlines())
         if logger.isEnabledFor(logging.WARNING):

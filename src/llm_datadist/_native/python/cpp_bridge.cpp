@@ -184,24 +184,22 @@ void give(LldCall& call, nb::handle value) {
 }
 
 void write(nb::handle error, char* text, std::size_t capacity) {
-    std::snprintf(text, capacity, "%s", nb::str(error).c_str());
+    const nb::str said(error);
+    std::snprintf(text, capacity, "%s", nb::len(said) > 0 ? said.c_str() : nb::repr(error).c_str());
 }
 
 std::uint32_t run(LldInstance* instance, LldCall& call, char* text, std::size_t capacity) {
     const std::string_view name = call.method;
-    if (name == "Initialize" && instance->object == nullptr) {
+    if (instance->object == nullptr && !name.empty()) {
         nb::object role = Api::get().make("LlmRole", instance->role);
         nb::object made = Api::get().make("LlmDataDist", instance->cluster_id, role);
         if (instance->object == nullptr) instance->object = made.release().ptr();  // no other thread has made one
     }
     const nb::handle dist(static_cast<PyObject*>(instance->object));
     if (name.empty()) {
+        if (dist.is_valid()) dist.attr("Finalize")();
         dist.dec_ref();
         return success;
-    }
-    if (!dist.is_valid()) {
-        std::snprintf(text, capacity, "this LlmDataDist is not initialised; call Initialize first");
-        return name == "Finalize" ? success : failed;
     }
     Reader reader(call);
     nb::object arguments[8];
@@ -240,7 +238,9 @@ std::uint32_t call_in_python(LldInstance* instance, LldCall* call, char* text, s
             return run(instance, *call, text, capacity);
         } catch (nb::python_error& error) {
             write(error.value(), text, capacity);
-            return status_of(error);
+            const std::uint32_t status = status_of(error);
+            if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // last: the host shall have it
+            return status;
         }
     } catch (const std::exception&) {  // of C++
         std::snprintf(text, capacity, "there is no memory for the arguments");

@@ -38,6 +38,7 @@ typedef struct {
 
 uint32_t llm_datadist_call(LldInstance* instance, LldCall* call);
 const char* llm_datadist_last_error(void);
+uint32_t llm_datadist_no_memory(void);  // sets the last error, returns the status
 
 #ifdef __cplusplus
 }

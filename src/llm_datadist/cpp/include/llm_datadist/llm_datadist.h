@@ -164,7 +164,7 @@ public:
         try {
             return work();
         } catch (...) {
-            return LLM_OUT_OF_MEMORY;
+            return llm_datadist_no_memory();
         }
 #else
         return work();
@@ -215,10 +215,7 @@ private:
 class LlmDataDist {
 public:
     LlmDataDist(uint64_t cluster_id, LlmRole role) : instance_{cluster_id, static_cast<int32_t>(role), nullptr} {}
-    ~LlmDataDist() {
-        Finalize();
-        Run("", "");
-    }
+    ~LlmDataDist() { Run("", ""); }
 
     LlmDataDist(const LlmDataDist&) = delete;
     LlmDataDist& operator=(const LlmDataDist&) = delete;
@@ -231,7 +228,7 @@ public:
         return Run("SetRole", "ro", role, options);
     }
 
-    // Links to peers that listen; rets: a status for each, or none if an argument is invalid.
+    // Links to peers that listen; rets: a status for each, or none if the call as a whole is refused.
     Status LinkLlmClusters(const std::vector<ClusterInfo>& clusters, std::vector<Status>& rets,
                            int32_t timeout_in_millis = 1000) {
         return RunForEach("LinkLlmClusters", "kn", rets, clusters, timeout_in_millis);
