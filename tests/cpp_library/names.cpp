@@ -127,6 +127,7 @@ uint32_t llm_datadist_call(LldInstance*, LldCall* call) {
 }
 
 const char* llm_datadist_last_error() { return ""; }
+uint32_t llm_datadist_no_memory() { return LLM_OUT_OF_MEMORY; }
 
 uint64_t at(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
