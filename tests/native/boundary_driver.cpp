@@ -67,8 +67,6 @@ std::uint32_t double_of_engine(LldInstance* instance, LldCall* call, char* text,
     return LLM_SUCCESS;
 }
 
-const LldBridge double_bridge{LLM_DATADIST_ABI, &double_of_engine};
-
 void take() {
     gil.lock();
     CHECK(!ended);  // a thread that waits for the lock then never comes back
@@ -86,7 +84,7 @@ extern "C" {
 
 int Py_IsInitialized() { return 1; }
 PyObject* PyImport_ImportModule(const char*) { return reinterpret_cast<PyObject*>(&gil); }
-void* PyCapsule_Import(const char*, int) { return const_cast<LldBridge*>(&double_bridge); }
+void* PyCapsule_Import(const char*, int) { return reinterpret_cast<void*>(&double_of_engine); }
 PyThreadState* PyGILState_GetThisThreadState() {
     return ensured > 0 ? reinterpret_cast<PyThreadState*>(&ensured) : nullptr;
 }

@@ -36,10 +36,10 @@ constexpr std::uint32_t failed = 0xFFFFFFFF;
 
 thread_local char last_error[1024];  // without a destructor: static destructors of the program call, too
 
-std::atomic<const LldBridge*> bridge{nullptr};
+std::atomic<LldBridge*> bridge{nullptr};
 std::atomic<bool> used{false};
 bool forked = false;  // this process is a copy of one that used it
-thread_local int calls = 0;  // of this thread that run: more than 0 in a signal handler
+thread_local int running = 0;  // calls of this thread: more than 0 in a signal handler
 std::mutex starting;
 bool started_here = false;  // the interpreter
 
@@ -150,7 +150,7 @@ std::string python_error() {
     return bytes == nullptr ? "import llm_datadist fails" : bytes;  // what stays in memory is little, and rare
 }
 
-const LldBridge* load() {
+LldBridge* load() {
     {
         // Not held below: a thread that waits for it here may hold Python's lock.
         const std::lock_guard<std::mutex> lock(starting);
@@ -161,12 +161,10 @@ const LldBridge* load() {
     auto* capsule = find<void*(const char*, int)>("PyCapsule_Import");  // it hides why an import fails
     const int held = find<int()>("PyGILState_Ensure")();
     const bool imported = import("llm_datadist") != nullptr;
-    const auto* found = static_cast<const LldBridge*>(imported ? capsule(LLM_DATADIST_BRIDGE, 0) : nullptr);
-    const std::string error = found == nullptr                 ? python_error()
-                              : found->abi != LLM_DATADIST_ABI ? "the interpreter's open-datadist is of another version"
-                                                               : "";
+    auto* found = reinterpret_cast<LldBridge*>(imported ? capsule(LLM_DATADIST_BRIDGE, 0) : nullptr);
+    const std::string error = found == nullptr ? python_error() : "";
     release(held);
-    if (error.empty()) return found;
+    if (found != nullptr) return found;
     throw Error(error +
                 "; install this library's open-datadist there, or start the program with another "
                 "interpreter in LLM_DATADIST_PYTHON");
@@ -175,19 +173,19 @@ const LldBridge* load() {
 // Finalizes what is left, as Python does at its exit. It runs before the static destructors of all that the interpreter
 // has loaded; those of the program may follow, and find that nothing is left to do.
 void at_exit() {
-    if (forked || calls > 0) return;  // an exit in a signal handler cannot wait for what it interrupts
+    if (forked || running > 0) return;  // an exit in a signal handler cannot wait for what it interrupts
     const int held = find<int()>("PyGILState_Ensure")();
     execute("import atexit; atexit._run_exitfuncs()");
     find<void(int)>("PyGILState_Release")(held);
 }
 
 // The loaded bridge, or null with a text.
-const LldBridge* loaded() {
+LldBridge* loaded() {
     static const int handled = pthread_atfork(nullptr, nullptr, [] { forked = used; });
     static_cast<void>(handled);
     used = true;
     try {
-        const LldBridge* found = load();
+        LldBridge* found = load();
         static const int registered = started_here ? atexit(&at_exit) : 0;
         static_cast<void>(registered);
         bridge.store(found);
@@ -211,15 +209,15 @@ extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, LldCall* call)
     if (call->abi != LLM_DATADIST_ABI)
         return fail("the program was compiled with the header of another version than that of libllm_datadist.so");
     const bool ends = *call->method == '\0' || strcmp(call->method, "Finalize") == 0;
-    const LldBridge* to = bridge.load(std::memory_order_acquire);
+    LldBridge* to = bridge.load(std::memory_order_acquire);
     if (ends && (forked || to == nullptr)) return 0;
     if (forked)
         return fail("this process is a fork of one that uses LlmDataDist; call exec, or fork before Initialize");
     if (to == nullptr && strcmp(call->method, "Initialize") != 0)
         return fail("this LlmDataDist is not initialised; call Initialize first");
     if (to == nullptr && (to = loaded()) == nullptr) return failed;
-    ++calls;
-    const std::uint32_t status = to->call(instance, call, last_error, sizeof last_error);
-    --calls;
+    ++running;
+    const std::uint32_t status = to(instance, call, last_error, sizeof last_error);
+    --running;
     return status;
 }

@@ -43,20 +43,17 @@ def role(name: str, value: structs.LlmRole) -> types.LLMRole:
     return types.LLMRole(int(value))
 
 
-def cluster_infos(clusters: object, *, local_ip: bool = False, learn: bool = False) -> list[types.LLMClusterInfo]:
-    """Return the clusters for LLMDataDist's calls.
-
-    ``local_ip``: each must have a local ip. ``learn``: a cluster id of 0 is learned from the peer.
-    """
+def cluster_infos(clusters: object, *, local_ip: bool = False) -> list[types.LLMClusterInfo]:
+    """Return the clusters for LLMDataDist's calls, without ids of 0; ``local_ip``: each must have a local ip."""
     given = check_list("clusters", clusters, structs.ClusterInfo)
     check_rule(given, "clusters is empty: at least one ClusterInfo is needed")
-    return [_cluster_info(f"clusters[{i}]", each, local_ip=local_ip, learn=learn) for i, each in enumerate(given)]
+    return [_cluster_info(f"clusters[{i}]", each, local_ip=local_ip) for i, each in enumerate(given)]
 
 
-def _cluster_info(name: str, cluster: structs.ClusterInfo, *, local_ip: bool, learn: bool) -> types.LLMClusterInfo:
+def _cluster_info(name: str, cluster: structs.ClusterInfo, *, local_ip: bool) -> types.LLMClusterInfo:
     info = types.LLMClusterInfo()
     cluster_id = check_uint64(f"{name}.remote_cluster_id", cluster.remote_cluster_id)
-    if cluster_id or not learn:
+    if cluster_id:
         info.remote_cluster_id = cluster_id
     info.remote_role_type = check_int32(f"{name}.remote_role_type", cluster.remote_role_type)
     info.local_ip_info_list.extend(_endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos, named=False))
@@ -151,11 +148,8 @@ def _layer_range(name: str, pair: object) -> range | None:
     # Some clients call once per layer and tensor: no further calls for a correct pair.
     if type(pair) is tuple and len(pair) == 2:
         first, last = pair
-        if type(first) is int and type(last) is int:
-            if first == last == -1:
-                return None
-            if 0 <= first <= last < 2**31:
-                return range(first, last + 1)
+        if type(first) is int and type(last) is int and 0 <= first <= last < 2**31:
+            return range(first, last + 1)
     ends = check_type(name, pair, (tuple, list))
     if len(ends) != 2:
         raise TypeError(f"{name} has {len(ends)} elements: a pair of layers is needed, got {ends!r}")

@@ -167,7 +167,7 @@ class LlmDataDist:
             engine = call.engine
             check_timeout(timeout)
             local_ip = engine.options.local_comm_res is None and engine.options.listen is None
-            infos = arguments.cluster_infos(clusters, local_ip=local_ip, learn=True)
+            infos = arguments.cluster_infos(clusters, local_ip=local_ip)
             call.collect(linking.link_clusters(engine, infos), timeout)
         return call.status, call.statuses
 
@@ -185,7 +185,7 @@ class LlmDataDist:
             engine = call.engine
             check_timeout(timeout)
             check_type("force", force, bool)
-            infos = arguments.cluster_infos(clusters, learn=True)
+            infos = arguments.cluster_infos(clusters)
             for info in (each for each in infos if each.remote_cluster_id is None):
                 dialled = [(host_of(ip), port) for ip, port in info.remote_ip_info_list]
                 known = (link.peer.cluster_id for link in engine.links.all() if link.origin.address in dialled)
@@ -266,7 +266,7 @@ class LlmDataDist:
         """Allocate a cache from the pool of its placement, usable by row and by block.
 
         Returns:
-            ``(LLM_SUCCESS, cache)``; DeallocateCache and Finalize unmap its addresses. ``(LLM_PARAM_INVALID, None)``:
+            ``(LLM_SUCCESS, cache)``; use it until DeallocateCache or Finalize only. ``(LLM_PARAM_INVALID, None)``:
                 an impossible descriptor, or no pool (interface R12). ``(LLM_OUT_OF_MEMORY, None)``: nothing was
                 allocated.
 

@@ -251,9 +251,9 @@ std::uint32_t call_in_python(LldInstance* instance, LldCall* call, char* text, s
 }  // namespace
 
 void bind_cpp(nb::module_& m) {
-    static const LldBridge bridge{LLM_DATADIST_ABI, &call_in_python};
     pthread_atfork(nullptr, nullptr, &Attached::forget);
-    m.attr("cpp_bridge") = nb::steal(PyCapsule_New(const_cast<LldBridge*>(&bridge), LLM_DATADIST_BRIDGE, nullptr));
+    m.attr("cpp_bridge_1") =
+        nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call_in_python), LLM_DATADIST_BRIDGE, nullptr));
 }
 
 }  // namespace datadist

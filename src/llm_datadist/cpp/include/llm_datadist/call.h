@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define LLM_DATADIST_ABI 1  // another number for any other layout, order or meaning of what is below
-#define LLM_DATADIST_BRIDGE "llm_datadist._native._native.cpp_bridge"  // the capsule of an LldBridge
+#define LLM_DATADIST_BRIDGE "llm_datadist._native._native.cpp_bridge_1"  // a capsule; it ends with the number
 
 // One instance. The library sets `object`.
 typedef struct {
@@ -30,11 +30,8 @@ typedef struct {
     size_t count;  // of them; the program sets 0
 } LldCall;
 
-// What the library loads. `call` puts the reason of a failure into `text`.
-typedef struct {
-    uint32_t abi;
-    uint32_t (*call)(LldInstance* instance, LldCall* call, char* text, size_t capacity);
-} LldBridge;
+// What the library loads. It puts the reason of a failure into `text`.
+typedef uint32_t LldBridge(LldInstance* instance, LldCall* call, char* text, size_t capacity);
 
 uint32_t llm_datadist_call(LldInstance* instance, LldCall* call);
 const char* llm_datadist_last_error(void);
