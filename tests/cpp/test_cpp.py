@@ -24,11 +24,11 @@ from llm_datadist.errors import DeviceError, NotInitialized, NotLinked, ParamErr
 from tests.support import cpp, fakecuda, refusals
 from tests.support.cpp import BAD, DEVICE, HOST, OK, Shape, attempt, cluster, dist, link, made, run, start, start_pair
 from tests.support.kinds import LocalEnd, Pair, World
-from tests.support.linking import SUCCESS, alone, info, statistics
+from tests.support.linking import SUCCESS, alone, info, redials, statistics, vanish
 from tests.support.linking import link as link_v2
 from tests.support.memory import FIXED_ADDRS
 from tests.support.moves import Spec as CacheSpec
-from tests.support.moves import Use, call, make, moved, picture, same_bytes, show
+from tests.support.moves import Use, call, make, moved, picture, same_bytes, show, wait_until
 from tests.support.probe import Probe
 from tests.support.refusals import GONE, MISMATCH, NONE, RULE, TYPE, Spec, Table, bad, integer, refuse, refuse_each
 from tests.support.world import GPU_OPTION
@@ -206,6 +206,14 @@ def test_each_cluster_has_its_own_status_and_the_overall_one_is_the_last_failure
     assert [each.remote_cluster_id for each in shm_pair.decoder.do(picture).links] == [1]
     assert shm_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(0, port)], 10_000)[0] is OK
     assert shm_pair.decoder.do(picture).links == ()
+
+
+def test_a_lost_link_too_is_unlinked_by_its_address(tcp_pair: Pair) -> None:
+    port = start_pair(tcp_pair)
+    tcp_pair.prompt.do(vanish)
+    wait_until(lambda: [each.remote_cluster_id for each in tcp_pair.decoder.do(redials)] == [1])
+    assert tcp_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(0, port)], 10_000) == (OK, [OK])
+    assert tcp_pair.decoder.do(redials) == ()
 
 
 def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:

@@ -37,7 +37,7 @@ from llm_datadist.cpp_api.structs import (
 from llm_datadist.datadist import LLMDataDist, life_of, tear_down
 from llm_datadist.errors import LinkError, LLMException, LLMStatusCode, NotInitialized, ParamError
 from llm_datadist.types import Placement
-from llm_datadist.types.cluster import host_of
+from llm_datadist.types.cluster import host_of, show_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,10 +186,11 @@ class LlmDataDist:
             check_timeout(timeout)
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
+            known = {each.address: each.remote_cluster_id for each in engine.links.reconnects()}
+            known |= {link.origin.shown: link.peer.cluster_id for link in engine.links.all()}
             for info in (each for each in infos if each.remote_cluster_id is None):
-                dialled = [(host_of(ip), port) for ip, port in info.remote_ip_info_list]
-                known = (link.peer.cluster_id for link in engine.links.all() if link.origin.address in dialled)
-                info.remote_cluster_id = next(known, 0)
+                addresses = [show_address((host_of(ip), port)) for ip, port in info.remote_ip_info_list]
+                info.remote_cluster_id = next((known[each] for each in addresses if each in known), 0)
             require_outermost("unlink_clusters")
             call.collect(linking.unlink_clusters(engine, infos, force=force), timeout)
         return call.status, call.statuses
@@ -522,8 +523,7 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
         if not isinstance(error, own) or isinstance(error, TypeError):
             return False
         other = LLMStatusCode.LLM_OUT_OF_MEMORY if isinstance(error, MemoryError) else LLMStatusCode.LLM_FAILED
-        status = error.status_code if isinstance(error, LLMException) else other
-        self.status = status or LLMStatusCode.LLM_FAILED
+        self.status = getattr(error, "status_code", None) or other
         text = " ".join(str(error).splitlines())
         if logger.isEnabledFor(logging.WARNING):
             log_for_user(logging.WARNING, "%s returns %s: %s", self._what, self.status, text)
