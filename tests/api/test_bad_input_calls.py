@@ -149,7 +149,7 @@ PAGED: Final = Spec(
 )
 CACHE_DESC: Final = Spec(
     ("desc", [3, 32], 1),
-    (RULE, "num_tensors", CacheDesc(0, [3, 32], INT8)),
+    (RULE, "num_tensors", CacheDesc(0, [3, 32], INT8), CacheDesc(2**20 + 1, [3, 32], INT8)),
     (RULE, "shape", *(CacheDesc(2, shape, INT8) for shape in ([0, 32], [3, -1], [1] * 32, [2**40, 2**40]))),
 )
 ROW_KEYS: Final = Spec(
@@ -208,7 +208,7 @@ CLUSTERS: Final = Spec(
 NO_ROOM: Final = (
     bad(refusals.FULL, "device", cache_desc=CacheDesc(1, [1, 2**20 + 1], INT8)),  # larger than the pool
     bad(refusals.FULL, "device", cache_desc=CacheDesc(2, [1, 2**19 + 2**18], INT8)),  # the first tensor fits
-    bad(refusals.FULL, "device", cache_desc=CacheDesc(2**32 - 1, [1], INT8)),
+    bad(refusals.FULL, "device", cache_desc=CacheDesc(2**20, [1], INT8)),
     bad(RULE, "host_mem_pool_cfg", cache_desc=CacheDesc(2, [3, 32], INT8, Placement.HOST)),
 )
 MAKE: Final = {"cache_desc": DESC}

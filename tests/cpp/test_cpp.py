@@ -216,6 +216,19 @@ def test_a_lost_link_too_is_unlinked_by_its_address(tcp_pair: Pair) -> None:
     assert tcp_pair.decoder.do(redials) == ()
 
 
+def test_a_link_that_the_peer_dialled_is_unlinked_by_the_address_that_was_asked_for(tcp_pair: Pair) -> None:
+    both = {cpp_api.OPTION_TRANSFER_BACKEND: "hixl"}
+    port = start_pair(tcp_pair, linked=False, options=both)
+    link(tcp_pair.prompt, 2, tcp_pair.decoder.do(_port))
+    assert tcp_pair.decoder.do(run, "LinkLlmClusters", [cluster(0, port)], 10_000) == (OK, [OK])
+    assert tcp_pair.decoder.do(run, "UnlinkLlmClusters", [cluster(0, port)], 10_000) == (OK, [OK])
+    assert tcp_pair.decoder.do(picture).links == ()
+
+
+def _port(world: World) -> int:
+    return dist(world).datadist.listen_port or 0
+
+
 def test_a_local_ip_is_needed_only_without_listener_and_local_comm_res(tcp_pair: Pair) -> None:
     decoder, silent = tcp_pair.decoder, {LISTEN_IP: ""}
     port = tcp_pair.prompt.do(start, LlmRole.kPrompt, 1, "tcp", {})

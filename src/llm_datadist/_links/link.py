@@ -92,6 +92,7 @@ class LinkOrigin:
     address: tuple[str, int] | None = None  # to redial
     reconnected: bool = False  # restored after a loss; ``link_clusters`` may still request it
     source: str = ""  # the dialling peer's address
+    asked: str = ""  # address of ``link_clusters``, also if the peer's dial won
     behind: str = ""  # process, user or address of the peer; as the kernel says, not the peer
     by_communicator: bool = False  # made for communicators, not for ``link_clusters``
     greetings: list[Hello] = field(default_factory=list)  # for communicators, until the peer answers a Ping

@@ -243,6 +243,7 @@ class LinkManager:
                 if silent is not None and silent.usable:
                     raise _already_linked(silent) from None  # unreachable, but linked
                 raise
+        present.origin.asked = show_address(address)
         if not made:
             _mark_requested(present, since, address, mutual=mutual)
         return present.peer

@@ -25,6 +25,7 @@
 #include <thread>
 
 #include "llm_datadist/call.h"
+#include "thread.hpp"
 
 extern "C" char** environ;
 
@@ -79,7 +80,9 @@ constexpr char question[] =
     "import os, sys, sysconfig as s\n"
     "name = s.get_config_var('INSTSONAME') or ''\n"
     "path = os.path.join(s.get_config_var('LIBDIR') or '', name)\n"
-    "print(sys.executable, path if os.path.exists(path) else name, sep='\\n')";
+    "os.ftruncate(1, 0)  # site modules may have printed, or do at the end\n"
+    "os.pwrite(1, os.fsencode(f'{sys.executable}\\n{path if os.path.exists(path) else name}\\n'), 0)\n"
+    "os._exit(0)";
 
 // Lines that the interpreter prints.
 std::string ask(std::string program) {
@@ -99,9 +102,7 @@ std::string ask(std::string program) {
     const std::string output(lines,
                              static_cast<std::size_t>(std::max<ssize_t>(pread(answer, lines, sizeof lines, 0), 0)));
     close(answer);
-    // The last two lines: site modules may print, too.
-    if (std::count(output.begin(), output.end(), '\n') >= 2)
-        return output.substr(output.rfind('\n', output.rfind('\n', output.size() - 2) - 1) + 1);
+    if (std::count(output.begin(), output.end(), '\n') == 2) return output;
     throw Error(program + ": " + (error != 0 ? strerror(error) : "does not run") +
                 "; name an interpreter that has open-datadist in LLM_DATADIST_PYTHON");
 }
@@ -119,11 +120,7 @@ void start() {
     if (initialized()) return;  // by a plugin that had loaded the library for itself
     auto* done = new std::promise<void>();  // used by a thread that may outlive all else
     std::future<void> over = done->get_future();
-    std::thread([done, executable] {
-        pthread_setname_np(pthread_self(), "lldd-python");
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    datadist::quiet_thread("lldd-python", [done, executable] {
         try {
             find<void(const wchar_t*)>("Py_SetProgramName")(
                 find<wchar_t*(const char*, std::size_t*)>("Py_DecodeLocale")(executable.c_str(), nullptr));
@@ -160,6 +157,7 @@ LldBridge* load() {
     auto* import = find<void*(const char*)>("PyImport_ImportModule");
     auto* capsule = find<void*(const char*, int)>("PyCapsule_Import");  // it hides why an import fails
     const int held = find<int()>("PyGILState_Ensure")();
+    const datadist::SignalsBlocked inherited;  // by threads of what is imported
     const bool imported = import("llm_datadist") != nullptr;
     auto* found = reinterpret_cast<LldBridge*>(imported ? capsule(LLM_DATADIST_BRIDGE, 0) : nullptr);
     const std::string error = found == nullptr ? python_error() : "";
@@ -210,7 +208,7 @@ extern "C" std::uint32_t llm_datadist_call(LldInstance* instance, LldCall* call)
         return fail("the program was compiled with the header of another version than that of libllm_datadist.so");
     const bool ends = *call->method == '\0' || strcmp(call->method, "Finalize") == 0;
     LldBridge* to = bridge.load(std::memory_order_acquire);
-    if (ends && (forked || to == nullptr)) return 0;
+    if (ends && (forked || to == nullptr || running > 0)) return 0;
     if (forked)
         return fail("this process is a fork of one that uses LlmDataDist; call exec, or fork before Initialize");
     if (to == nullptr && strcmp(call->method, "Initialize") != 0)

@@ -52,8 +52,7 @@ def cluster_infos(clusters: object, *, local_ip: bool = False) -> list[types.LLM
 
 def _cluster_info(name: str, cluster: structs.ClusterInfo, *, local_ip: bool) -> types.LLMClusterInfo:
     info = types.LLMClusterInfo()
-    cluster_id = check_uint64(f"{name}.remote_cluster_id", cluster.remote_cluster_id)
-    if cluster_id:
+    if cluster_id := check_uint64(f"{name}.remote_cluster_id", cluster.remote_cluster_id):
         info.remote_cluster_id = cluster_id
     info.remote_role_type = check_int32(f"{name}.remote_role_type", cluster.remote_role_type)
     info.local_ip_info_list.extend(_endpoints(f"{name}.local_ip_infos", cluster.local_ip_infos, named=False))

@@ -187,7 +187,8 @@ class LlmDataDist:
             check_type("force", force, bool)
             infos = arguments.cluster_infos(clusters)
             known = {each.address: each.remote_cluster_id for each in engine.links.reconnects()}
-            known |= {link.origin.shown: link.peer.cluster_id for link in engine.links.all()}
+            for link in engine.links.all():
+                known |= dict.fromkeys((link.origin.shown, link.origin.asked), link.peer.cluster_id)
             for info in (each for each in infos if each.remote_cluster_id is None):
                 addresses = [show_address((host_of(ip), port)) for ip, port in info.remote_ip_info_list]
                 info.remote_cluster_id = next((known[each] for each in addresses if each in known), 0)
@@ -524,7 +525,7 @@ class _StatusCall(AbstractContextManager["_StatusCall"]):
             return False
         other = LLMStatusCode.LLM_OUT_OF_MEMORY if isinstance(error, MemoryError) else LLMStatusCode.LLM_FAILED
         self.status = getattr(error, "status_code", None) or other
-        text = " ".join(str(error).splitlines())
+        text = " ".join(str(error).splitlines()) or repr(error)
         if logger.isEnabledFor(logging.WARNING):
             log_for_user(logging.WARNING, "%s returns %s: %s", self._what, self.status, text)
         # last_error may live long: without the frames, which refer to caches and links.

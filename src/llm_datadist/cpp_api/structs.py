@@ -82,9 +82,6 @@ class Undefined(Enum):
 
     DT_UNDEFINED = "undefined"
 
-    def __repr__(self) -> str:
-        return self.name
-
 
 DT_UNDEFINED: Final = Undefined.DT_UNDEFINED
 """Element type of a new :class:`CacheDesc`: none."""

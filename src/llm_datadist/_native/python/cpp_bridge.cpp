@@ -239,7 +239,8 @@ std::uint32_t call_in_python(LldInstance* instance, LldCall* call, char* text, s
         } catch (nb::python_error& error) {
             write(error.value(), text, capacity);
             const std::uint32_t status = status_of(error);
-            if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // last: the host shall have it
+            // Last: the host shall have it.
+            if (error.matches(PyExc_KeyboardInterrupt) && PyEval_GetFrame() != nullptr) PyErr_SetInterrupt();
             return status;
         }
     } catch (const std::exception&) {  // of C++
