@@ -107,7 +107,8 @@ def _check_module(module: str, elf: ELFFile, processor: str) -> None:
     if foreign := _needed(elf) - {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"} - loaders:
         sys.exit(f"{module} needs {sorted(foreign)}: may need glibc only")
     name = Path(module).name.partition(".")[0]
-    entry = {"llm_datadist_call", "llm_datadist_last_error"} if name.startswith("lib") else {f"PyInit_{name}"}
+    of_c = {f"llm_datadist_{each}" for each in ("call", "last_error", "no_memory")}
+    entry = of_c if name.startswith("lib") else {f"PyInit_{name}"}
     if (exported := _exported(elf)) != entry:
         sys.exit(f"{module} exports {sorted(exported)}: may export {sorted(entry)} only")
 
