@@ -110,7 +110,7 @@ REFUSED = [
     ("allocate c 0 1 4 3 -", INVALID, "shape"),
     ("allocate c 0 1 4 3 4,100000000", NO_MEMORY, "pool"),
     ("allocate c 0 1 1000000 3 4,16", NO_MEMORY, "pool"),
-    ("allocate c 0 1 4000000000 3 4,16", INVALID, "num_tensors=4000000000: 1 to 1048576"),
+    ("allocate c 0 1 4000000000 3 4,16", INVALID, "num_tensors=4000000000: a cache has 1 to 1048576 tensors"),
     ("own c 0 1 0 3 4,16 1", INVALID, "num_tensors"),
     ("deallocate 99", 0, ""),
     ("unregister 99", 0, ""),

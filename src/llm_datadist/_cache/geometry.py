@@ -63,7 +63,7 @@ class Geometry(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, desc: CacheDesc, kind: CacheKind) -> Geometry:
         """Build from a descriptor; ``shape[0]`` counts rows, whatever ``batch_dim_index`` is."""
-        text = f"cache_desc.num_tensors={desc.num_tensors}: 1 to {_MAX_TENSORS}"
+        text = f"cache_desc.num_tensors={desc.num_tensors}: a cache has 1 to {_MAX_TENSORS} tensors"
         check_rule(1 <= desc.num_tensors <= _MAX_TENSORS, text)
         size = desc.size
         shape = tuple(desc.shape)

@@ -192,7 +192,7 @@ class ControlLoop:
 
     @public_call
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # only python itself ignores it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])  # an embedded interpreter does not ignore it
         with never_wait_here():
             asyncio.set_event_loop(self.loop)
             while True:

@@ -82,6 +82,9 @@ class Undefined(Enum):
 
     DT_UNDEFINED = "undefined"
 
+    def __repr__(self) -> str:
+        return self.name
+
 
 DT_UNDEFINED: Final = Undefined.DT_UNDEFINED
 """Element type of a new :class:`CacheDesc`: none."""
@@ -155,7 +158,7 @@ class ClusterInfo:
     """One cluster to link or to unlink.
 
     Attributes:
-        remote_cluster_id: uint64; LinkLlmClusters learns it if it is 0 (interface R28).
+        remote_cluster_id: uint64; if it is 0, the peer is known by its address (interface R28).
         remote_role_type: No effect.
         local_ip_infos: This host's address; the port has no effect.
         remote_ip_infos: The peer's listen address, exactly one.
