@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
-#include <signal.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +21,6 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
 #include "llm_datadist/call.h"
 #include "thread.hpp"
@@ -40,7 +38,7 @@ thread_local char last_error[1024];  // without a destructor: static destructors
 std::atomic<LldBridge*> bridge{nullptr};
 std::atomic<bool> used{false};
 bool forked = false;  // this process is a copy of one that used it
-thread_local int running = 0;  // calls of this thread: more than 0 in a signal handler
+thread_local int running = 0;  // calls of this thread; more than 0 where one begins: it is in a signal handler
 std::mutex starting;
 bool started_here = false;  // the interpreter
 

@@ -7,10 +7,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
-#include <new>
+#include <exception>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "python/attached.hpp"
 #include "python/plan_python.hpp"

@@ -91,9 +91,8 @@ def cpp(
 ) -> None:
     """Print what C++ programs are built with. Without an option: the folder of header and library."""
     folder = Path(_native.__file__).parent.parent / "cpp"  # beside the native module, also of an editable installation
-    asked = {f"-I{folder}/include": cflags, f"-L{folder}/lib -Wl,-rpath,{folder}/lib -lllm_datadist": libs}
-    asked[f"{folder}/lib/cmake/llm_datadist"] = cmake_dir
-    print(*[each for each, wanted in asked.items() if wanted] or [str(folder)])
+    flags = [f"-I{folder}/include"] * cflags + [f"-L{folder}/lib -Wl,-rpath,{folder}/lib -lllm_datadist"] * libs
+    print(*flags + [f"{folder}/lib/cmake/llm_datadist"] * cmake_dir or [str(folder)])
 
 
 app.command(
