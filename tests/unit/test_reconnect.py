@@ -271,6 +271,29 @@ def test_the_dial_of_an_earlier_link_gives_way_to_that_of_a_later(attempts: Atte
     assert attempts.reconnector._waiting == []
 
 
+def test_an_attempt_for_an_earlier_link_that_goes_on_beside_that_of_a_later_is_not_repeated(attempts: Attempts) -> None:
+    """Regression: both were repeated for good, and statistics had the cluster twice."""
+    answers = threading.Semaphore(0)
+
+    def hold() -> None:
+        answers.acquire(timeout=60)
+        refuse()
+
+    attempts.outcome = hold
+    try:
+        for number in (1, 2):
+            attempts.reconnector.begin(lost(sequence=number))
+            wait_until(lambda number=number: len(attempts.made) == number)  # type: ignore[misc]
+            assert [each.attempts for each in attempts.reconnector.statistics()] == [1]
+        assert attempts.reconnector.begin(lost()) is None, "a thread that notices the first loss late"
+        attempts.outcome = refuse
+        answers.release(2)
+        wait_until(lambda: len(attempts.made) == 5)
+        assert [each.sequence for each in attempts.made] == [1, 2, 2, 2, 2]
+    finally:
+        answers.release(1000)
+
+
 @pytest.mark.usefixtures("now")
 @pytest.mark.parametrize("second", ["loses", "ends", "loses, then the cluster is unlinked"])
 def test_a_loss_that_two_threads_notice_is_dialled_again_unless_one_unlinks(

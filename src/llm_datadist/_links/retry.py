@@ -17,7 +17,7 @@ from llm_datadist.metrics import RedialStatistics
 from llm_datadist.types.cluster import show_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from llm_datadist._links.dial import Dial
     from llm_datadist._links.link import Link, Peer
@@ -66,8 +66,8 @@ class Attempt(ABC):
     def postpone(self, crowd: int) -> None:
         """Set the next time; ``crowd`` other attempts wait."""
 
-    def duplicates(self, waiting: Sequence[Attempt]) -> bool:
-        """Return True if a waiting attempt replaces this one."""
+    def duplicates(self, other: Attempt) -> bool:
+        """Return True if the other attempt replaces this one."""
         return False
 
     def close(self) -> None:  # noqa: B027 (a member dial holds nothing)
@@ -108,16 +108,19 @@ class RetryQueue(Generic[A]):
         Raises LinkRefused if no thread can start.
         """
         with self._changed:
-            if self._stopped or attempt.duplicates(self._waiting):
+            if self._stopped or any(map(attempt.duplicates, self._all())):
                 return False
-            if self._running < min(self._limit, len(self._waiting) + len(self._current) + 1):
+            if self._running < min(self._limit, len(self._all()) + 1):
                 self._start_thread()
-            replaced = [each for each in self._waiting if each.duplicates([attempt])]
+            replaced = [each for each in self._waiting if each.duplicates(attempt)]
             self._waiting = [attempt, *(each for each in self._waiting if each not in replaced)]
             self._changed.notify_all()
         for each in replaced:
             each.close()
         return True
+
+    def _all(self) -> list[A]:
+        return [*self._current, *self._waiting]
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
@@ -142,9 +145,8 @@ class RetryQueue(Generic[A]):
             current = [each for each in self._current if hang_up and unwanted(each)]
             for attempt in current:
                 attempt.cancelled = True
-            if dropped:
-                self._waiting = [each for each in self._waiting if not unwanted(each)]
-                self._changed.notify_all()
+            self._waiting = [each for each in self._waiting if each not in dropped]
+            self._changed.notify_all()
         for attempt in dropped:
             attempt.close()
         for attempt in current:
@@ -165,7 +167,7 @@ class RetryQueue(Generic[A]):
 
     def abandon(self) -> None:
         """In a forked child, without the lock: close copies of descriptors."""
-        for attempt in [*self._current, *self._waiting]:
+        for attempt in self._all():
             attempt.abandon()
 
     def _run(self) -> None:
@@ -209,7 +211,7 @@ class RetryQueue(Generic[A]):
     def _finish(self, attempt: A, *, again: bool) -> None:
         with self._changed:
             self._current.remove(attempt)
-            keep = again and not (self._stopped or attempt.cancelled or attempt.duplicates(self._waiting))
+            keep = again and not (self._stopped or attempt.cancelled or any(map(attempt.duplicates, self._all())))
             if keep:
                 attempt.postpone(len(self._waiting))
                 self._waiting.append(attempt)
@@ -236,8 +238,7 @@ class Reconnect(Attempt):
         self.reason = ""  # of the last failure
         self.refused = False  # by the kernel of the peer's host
         self.delay = delay  # before jitter
-        watches = (each.watch() for each in link.connection.connections)
-        self._watch: Watch | None = next((watch for watch in watches if watch is not None), None)
+        self._watch: Watch | None = next(filter(None, (each.watch() for each in link.connection.connections)), None)
 
     def peer_ended(self) -> bool:
         """Return True if this incarnation has certainly ended."""
@@ -251,10 +252,9 @@ class Reconnect(Attempt):
         self.delay = _SELDOM_SECONDS if seldom else min(2 * self.delay, _LONGEST_SECONDS)
         self.due = now + _jittered(self.delay)
 
-    def duplicates(self, waiting: Sequence[Attempt]) -> bool:
-        """Return True if one waits for that cluster, of the same link or a later one."""
-        others = (each for each in waiting if isinstance(each, Reconnect) and each.owner == self.owner)
-        return any(each.sequence >= self.sequence for each in others)
+    def duplicates(self, other: Attempt) -> bool:
+        """Return True if the other is for that cluster, of the same link or a later one."""
+        return isinstance(other, Reconnect) and other.owner == self.owner and other.sequence >= self.sequence
 
     def close(self) -> None:
         watch, self._watch = self._watch, None
@@ -266,7 +266,7 @@ class Reconnect(Attempt):
 
 
 class Reconnector(RetryQueue[Reconnect]):
-    """All reconnects of one LLMDataDist, at most one for each cluster id.
+    """All reconnects of one LLMDataDist, one for each cluster id; an attempt for an earlier link may just be ending.
 
     Of the dials that are due, the one that cost least is the first, then the link that was lost last: gone peers, which
     let an attempt wait for its whole limit, share the threads that others leave.
@@ -319,9 +319,9 @@ class Reconnector(RetryQueue[Reconnect]):
         self.wait(cluster_id, deadline)
 
     def statistics(self) -> tuple[RedialStatistics, ...]:
-        """Return those in progress first."""
+        """Return one for each cluster, the link lost last."""
         with self._changed:
-            attempts = [*self._current, *self._waiting]
+            latest = {each.owner: each for each in sorted(self._all(), key=lambda each: each.sequence)}
         return tuple(
             RedialStatistics(
                 remote_cluster_id=each.peer.cluster_id,
@@ -330,7 +330,7 @@ class Reconnector(RetryQueue[Reconnect]):
                 reason=each.reason,
                 refused=each.refused,
             )
-            for each in attempts
+            for each in latest.values()
             if not self._linked(each)  # its attempt has succeeded
         )
 
