@@ -140,6 +140,7 @@ def _serve(name: str, fd: int) -> None:
         except BaseException as error:  # noqa: BLE001 (carried to the test)
             answer = (False, error)
         pipe.send(answer)
+        del answer, args  # a test may measure this process
     world.stop()
     # What the control thread dropped may still be on its way, see llm_datadist._memory.unmap.
     with suppress(AssertionError):
