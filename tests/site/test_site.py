@@ -38,6 +38,7 @@ def pages(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html"))
 
 
+@pytest.mark.timeout(600)  # a minute on a quiet machine
 def test_every_page_fits_its_window_and_each_link_anchor_and_picture_is_there(site: Site) -> None:
     names = [name for name in pages(BUILT) if not name.startswith("_static")]
     assert len(names) > 30
