@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist.metrics import Statistics
 
     Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
-    Samples = Sequence[tuple[list[str], float]]
+    Samples = Sequence[tuple[Sequence[str], float]]
 
 __all__ = ["StatisticsCollector", "register"]
 
@@ -157,7 +157,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield counter("grants_ended", "Grants that have ended.", ["end"], ends)
     tables = [([name], entries) for name, entries in now.tables.items()]
     yield gauge("table_entries", "Entries of bounded tables that fill for hours.", ["table"], tables)
-    links = [([str(link.remote_cluster_id), link.transport], link) for link in now.links]
+    # A link to itself is there twice, and moves nothing.
+    links = {(str(link.remote_cluster_id), link.transport): link for link in now.links}.items()
     up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
     yield gauge("link_up", "1 while the link is up.", ["peer", "transport"], up)
     said = [([values[0], link.peer_release, link.peer_role, str(link.protocol)], 1) for values, link in links]

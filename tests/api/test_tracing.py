@@ -31,7 +31,7 @@ from llm_datadist import (
 )
 from llm_datadist.errors import CacheNotFound, NotLinked, ParamError
 from llm_datadist.prometheus import register
-from tests.support.kinds import ChildEnd, End, Pair, World
+from tests.support.kinds import ChildEnd, End, LocalEnd, Pair, World
 from tests.support.layers import Always
 from tests.support.linking import SUCCESS, explain, free_port, info, link, statistics, unlink, vanish
 from tests.support.moves import BLOCKS, Spec, Use, cache_id, call, make, moved, same_bytes, show, wait_until
@@ -266,8 +266,10 @@ def _scrape(world: World, finalized: bool = False) -> str:
 
 
 def _numbers(end: End) -> dict[str, float]:
-    lines = [line for line in end.do(_scrape).splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    lines = [line.rsplit(" ", 1) for line in end.do(_scrape).splitlines() if not line.startswith("#")]
+    numbers = {name: float(value) for name, value in lines}
+    assert len(numbers) == len(lines), "Prometheus drops what comes twice"
+    return numbers
 
 
 def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_finalize(shm_pair: Pair) -> None:
@@ -317,6 +319,12 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     assert sum(lost.values()) == 1
     assert lost.keys() == {name for name in decoder if "links_lost_total" in name}, "there from the beginning"
     assert shm_pair.decoder.do(_scrape, True) == ""
+
+
+def test_a_link_to_itself_is_one_of_a_scrape(end: LocalEnd) -> None:
+    end.start("DECODER", 5, listen_ip_info="127.0.0.1:0")
+    assert end.do(link, [info(5, end.port)]) == SUCCESS
+    assert _numbers(end)['llm_datadist_link_up{cluster="5",peer="5",transport="inproc"}'] == 1
 
 
 def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_is_gone() -> None:

@@ -290,15 +290,14 @@ class Reconnector(RetryQueue[Reconnect]):
         delay, when = self._made.pop(cluster_id, (0.0, 0.0))
         calm = time.monotonic() - when > _CALM_SECONDS
         reconnect = Reconnect(link, link.origin.address, _FIRST_SECONDS if calm else min(2 * delay, _LONGEST_SECONDS))
-        if reconnect.peer_ended():
-            logger.info("%s is not dialled again: its process has ended", link.peer)
-        else:
-            try:
-                if self.add(reconnect):
-                    logger.info("%s is being dialled again at %s", link.peer, show_address(link.origin.address))
-                    return reconnect
-            except LinkRefused as error:
-                logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, named(error))
+        try:
+            if reconnect.peer_ended():
+                logger.info("%s is not dialled again: its process has ended", link.peer)
+            elif self.add(reconnect):
+                logger.info("%s is being dialled again at %s", link.peer, show_address(link.origin.address))
+                return reconnect
+        except LinkRefused as error:
+            logger.warning("%s is not dialled again: %s; link_clusters links again", link.peer, named(error))
         reconnect.close()
         return None
 
