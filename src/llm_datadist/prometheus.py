@@ -28,7 +28,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import CollectorRegistry
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from llm_datadist.metrics import Statistics
 
     Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
-    Samples = Sequence[tuple[Sequence[str], float]]
+    Samples = Iterable[tuple[Sequence[str], float]]
 
 __all__ = ["StatisticsCollector", "register"]
 
@@ -157,15 +157,18 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
     yield counter("grants_ended", "Grants that have ended.", ["end"], ends)
     tables = [([name], entries) for name, entries in now.tables.items()]
     yield gauge("table_entries", "Entries of bounded tables that fill for hours.", ["table"], tables)
-    # A link to itself is there twice, and moves nothing.
-    links = {(str(link.remote_cluster_id), link.transport): link for link in now.links}.items()
-    up = [(values, float(link.state in ("ready", "suspect"))) for values, link in links]
-    yield gauge("link_up", "1 while the link is up.", ["peer", "transport"], up)
-    said = [([values[0], link.peer_release, link.peer_role, str(link.protocol)], 1) for values, link in links]
-    yield gauge("peer_info", "1; the labels tell who the peer is.", ["peer", *_ABOUT], said)
+    # Dicts: a link to itself is there twice, once for each side.
+    links = [((str(link.remote_cluster_id), link.transport), link) for link in now.links]
+    up = {values: float(link.state in ("ready", "suspect")) for values, link in links}
+    yield gauge("link_up", "1 while the link is up.", ["peer", "transport"], up.items())
+    said = {(values[0], link.peer_release, link.peer_role, str(link.protocol)): 1.0 for values, link in links}
+    yield gauge("peer_info", "1; the labels tell who the peer is.", ["peer", *_ABOUT], said.items())
     for name, text, field in _LINK_COUNTERS:
-        known = [(values, number) for values, link in links if (number := getattr(link, field)) is not None]
-        yield counter(name, text, ["peer", "transport"], known)
+        known: dict[tuple[str, str], float] = {}
+        for values, link in links:
+            if (number := getattr(link, field)) is not None:
+                known[values] = known.get(values, 0) + number
+        yield counter(name, text, ["peer", "transport"], known.items())
     lost = (dict.fromkeys(_LOSSES, 0) | now.links_lost).items()
     yield counter("links_lost", "Links that were not unlinked.", ["kind"], [([kind], n) for kind, n in lost])
     peers = [([str(peer), kind], 1.0) for peer, kind in now.lost_peers]
@@ -183,11 +186,8 @@ def _families(now: Statistics, cluster: str) -> Iterator[Metric]:
 def _durations(now: Statistics, cluster: str) -> HistogramMetricFamily:
     """Return the duration histogram; Prometheus buckets are cumulative."""
     bounds = [*map(repr, DURATION_BOUNDS), "+Inf"]
-    made = HistogramMetricFamily(
-        _PREFIX + "operation_duration_seconds",
-        "Durations of operations, failed ones included.",
-        labels=["cluster", "operation", "transport"],
-    )
+    text, labels = "Durations of operations, failed ones included.", ["cluster", "operation", "transport"]
+    made = HistogramMetricFamily(_PREFIX + "operation_duration_seconds", text, labels=labels)
     for each in now.operations:
         for by in each.transports:
             buckets = list(zip(bounds, map(float, accumulate(by.buckets)), strict=True))

@@ -321,10 +321,17 @@ def test_a_scrape_shows_what_moved_waits_and_is_dialled_again_and_nothing_after_
     assert shm_pair.decoder.do(_scrape, True) == ""
 
 
-def test_a_link_to_itself_is_one_of_a_scrape(end: LocalEnd) -> None:
-    end.start("DECODER", 5, listen_ip_info="127.0.0.1:0")
+def test_a_link_to_itself_is_one_of_a_scrape_with_what_either_side_has_counted(end: LocalEnd) -> None:
+    extra = {"llm.EnableRemoteCacheAccessible": "1", "llm.Transport": "tcp"}
+    end.start("DECODER", 5, listen_ip_info="127.0.0.1:0", extra=extra)
     assert end.do(link, [info(5, end.port)]) == SUCCESS
-    assert _numbers(end)['llm_datadist_link_up{cluster="5",peer="5",transport="inproc"}'] == 1
+    end.do(make, "target", replace(PAGED, blocks_key=BlocksCacheKey(5, 3)), 1)
+    end.do(make, "source", PAGED, 2)
+    end.do(call, "push_blocks", BlocksCacheKey(5, 3), Use("source"), [0, 1, 2], [1, 2, 3])
+    where, pushed, numbers = '{cluster="5",peer="5",transport="tcp"}', 3 * 1024 * 2, _numbers(end)
+    assert numbers[f"llm_datadist_link_up{where}"] == 1
+    for name in ("written", "received"):
+        assert numbers[f"llm_datadist_link_{name}_bytes_total{where}"] == pushed
 
 
 def test_a_process_has_one_collector_for_all_its_instances_and_a_finalized_one_is_gone() -> None:

@@ -144,8 +144,8 @@ def test_rule_10_the_longest_requests_on_all_lanes_there_can_be_cost_bounded_mem
         flood.ask(lane, whole(), 1)
         flood.ask(lane, many, WINDOW_BYTES // each)
     # What they ask for is kept until it is answered: that is the memory in question.
-    least = MAX_LANES * (WINDOW_BYTES // each) * MAX_REQUEST_RUNS * 16
-    wait_until(lambda: owner.do(allocated_bytes) - allocated > least)
+    held = MAX_LANES * (WINDOW_BYTES // each) * MAX_REQUEST_RUNS * 16
+    wait_until(lambda: owner.do(allocated_bytes) - allocated > held - (1 << 20))  # something else may be freed
     for _ in range(3):
         bytes_move_both_ways(owner, tcp_pair.decoder)
     assert owner.do(anonymous_bytes) - before < BOUND

@@ -145,7 +145,7 @@ class RetryQueue(Generic[A]):
             current = [each for each in self._current if hang_up and unwanted(each)]
             for attempt in current:
                 attempt.cancelled = True
-            self._waiting = [each for each in self._waiting if each not in dropped]
+            self._waiting = [each for each in self._waiting if not unwanted(each)]
             self._changed.notify_all()
         for attempt in dropped:
             attempt.close()
