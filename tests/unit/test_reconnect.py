@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest.mock import Mock
 
@@ -71,6 +71,22 @@ def attempts() -> Iterator[Attempts]:
 
 def refuse(status: LLMStatusCode = LLMStatusCode.LLM_LINK_FAILED) -> None:
     raise LinkRefused("no such luck", status_code=status)
+
+
+@contextmanager
+def unanswered(attempts: Attempts) -> Iterator[threading.Semaphore]:
+    """Attempts go on, until each is given one of the semaphore's answers: it is refused."""
+    answers = threading.Semaphore(0)
+
+    def hold() -> None:
+        answers.acquire(timeout=60)
+        refuse()
+
+    attempts.outcome = hold
+    try:
+        yield answers
+    finally:
+        answers.release(1000)
 
 
 @pytest.fixture
@@ -189,14 +205,7 @@ def test_a_cancelled_redial_makes_no_further_attempt_and_after_a_stop_there_is_n
 
 
 def test_silent_peers_are_dialled_side_by_side_and_the_link_lost_last_before_them(attempts: Attempts) -> None:
-    answers = threading.Semaphore(0)
-
-    def hold() -> None:
-        answers.acquire(timeout=60)
-        refuse()
-
-    attempts.outcome = hold
-    try:
+    with unanswered(attempts) as answers:
         for number in range(100, 124):
             attempts.reconnector.begin(lost(number))
         wait_until(lambda: len(attempts.made) == 8)
@@ -206,8 +215,6 @@ def test_silent_peers_are_dialled_side_by_side_and_the_link_lost_last_before_the
         answers.release()
         wait_until(lambda: len(attempts.made) == 9)
         assert attempts.made[8] is last
-    finally:
-        answers.release(1000)
 
 
 def test_after_ten_minutes_a_peer_is_dialled_about_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +280,7 @@ def test_the_dial_of_an_earlier_link_gives_way_to_that_of_a_later(attempts: Atte
 
 def test_an_attempt_for_an_earlier_link_that_goes_on_beside_that_of_a_later_is_not_repeated(attempts: Attempts) -> None:
     """Regression: both were repeated for good, and statistics had the cluster twice."""
-    answers = threading.Semaphore(0)
-
-    def hold() -> None:
-        answers.acquire(timeout=60)
-        refuse()
-
-    attempts.outcome = hold
-    try:
+    with unanswered(attempts) as answers:
         for number in (1, 2):
             attempts.reconnector.begin(lost(sequence=number))
             wait_until(lambda number=number: len(attempts.made) == number)  # type: ignore[misc]
@@ -290,8 +290,6 @@ def test_an_attempt_for_an_earlier_link_that_goes_on_beside_that_of_a_later_is_n
         answers.release(2)
         wait_until(lambda: len(attempts.made) == 5)
         assert [each.sequence for each in attempts.made] == [1, 2, 2, 2, 2]
-    finally:
-        answers.release(1000)
 
 
 @pytest.mark.usefixtures("now")

@@ -119,7 +119,7 @@ class RetryQueue(Generic[A]):
             each.close()
         return True
 
-    def _all(self) -> list[A]:
+    def _all(self) -> list[A]:  # under the lock, or in a forked child
         return [*self._current, *self._waiting]
 
     def _start_thread(self) -> None:
